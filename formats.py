@@ -12,6 +12,7 @@ export checks the checksum, every tensor's name, dtype and shape, and that nothi
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -189,6 +190,41 @@ def stored_tensors(name: str, entry: dict) -> dict[str, tuple[torch.dtype, list[
         f"{name}.{codec}": (torch.uint8, [rows, PACKED_COLUMNS[codec](columns)]),
         f"{name}.scales": (torch.bfloat16, [rows, columns // entry["group_size"]]),
     }
+
+
+def pack_tensor(name: str, weight: Tensor, scheme: dict) -> tuple[dict, dict[str, Tensor]]:
+    """One weight in its codec: (its entry of quantization.json, the stored tensors by name).
+
+    scheme: {"linear" | "embedding" | "norm": {"codec", "group_size"}}. Raises ValueError, naming
+    the tensor, on a shape or value that the codec can't hold.
+    """
+    chosen = scheme[tensor_kind(name)]
+    codec, group_size = chosen["codec"], chosen.get("group_size")
+    entry = {
+        "codec": codec,
+        "shape": list(weight.shape),
+        "group_size": group_size,
+        "source_sha256": tensor_sha256(weight),
+    }
+    if codec == "bf16":
+        value = weight.bfloat16()
+        relative, largest = errors(weight, value.float())
+        stored = {name: value.contiguous()}
+    else:
+        try:
+            packed = QUANTIZE[codec](weight, group_size)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        relative, largest = packed.relative_error, packed.max_error
+        stored = {f"{name}.{codec}": packed.codes, f"{name}.scales": packed.scales}
+    entry["error"] = {"relative": relative, "max": largest}
+    return entry, stored
+
+
+def tensor_sha256(tensor: Tensor) -> str:
+    """sha256 of a tensor's bytes in row-major order, in its own dtype."""
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(data).hexdigest()
 
 
 class Export:
