@@ -1,0 +1,70 @@
+"""Stage 1: bring the base and the teacher, pinned to the byte.
+
+Reads architecture.json; writes workspace/<profile>/models/base and models/teacher (3.4 + 0.6 GB
+and 16.4 GB for the real pair). Every file is checked against its size and sha256; a download that
+was interrupted goes on where it stopped.
+
+    python download_models.py
+    python download_models.py --profile tiny
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from artifacts import ArtifactError, Profile, Stage, add_profile, digest, load_profile, run_command
+from hub import fetch
+from model import Config
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_profile(parser, argv)
+    parser.add_argument(
+        "--only", choices=["base", "teacher"], help="bring one of the two (default: both)"
+    )
+    parser.add_argument("--force", action="store_true", help="bring them again")
+    return parser.parse_args(argv)
+
+
+def check_dimensions(profile: Profile, path: Path) -> None:
+    """The base's config.json must say what architecture.json says."""
+    config = Config.from_file(path)
+    stated = profile.architecture["dimensions"]
+    wrong = {k: stated.get(k) for k, v in vars(config).items() if stated.get(k) != v}
+    if wrong:
+        raise ArtifactError(f"{path} differs from architecture.json in {', '.join(wrong)}")
+
+
+def main(args: argparse.Namespace) -> None:
+    profile = load_profile(args.profile)
+    for which in [args.only] if args.only else ["base", "teacher"]:
+        entry = profile.architecture[which]
+        stage = Stage(
+            name=f"download_models ({which})",
+            directory=profile.workspace / "models" / which,
+            command=profile.command("download_models"),
+            arguments={},
+            inputs={which: digest(entry)},
+        )
+        if stage.is_done(args.force):
+            continue
+        with stage.working_directory(resume=True) as directory:
+            fetch(
+                entry,
+                "model",
+                profile.directory,
+                directory,
+                "look it up at the pinned revision and write it into architecture.json",
+            )
+            if which == "base":
+                check_dimensions(profile, directory / "config.json")
+            stage.finish(results={"repo": entry["repo"], "revision": entry["revision"]})
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, parse_args))

@@ -1,0 +1,138 @@
+"""Pinned files: from the Hub at an exact revision, or from the profile's own directory.
+
+The Hub client does not verify sha256: corrupt bytes of the right size pass. So every file is hashed
+here after it arrives, and the stages hash it again before they use it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import shutil
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from artifacts import ArtifactError, Profile, Stage, check_file, digest
+
+
+def fetch(entry: dict, kind: str, source: Path, destination: Path, pin_command: str) -> None:
+    """Bring an entry's files to `destination` and verify each against its pin.
+
+    entry: {"repo", "revision", "files": [{"path", "bytes", "sha256"}], "path"?}; repo None means
+    files that lie in the profile's directory `source`/`path`. kind: "model" or "dataset".
+    Raises ArtifactError: one line that says which file, what was expected and what to do.
+    """
+    unpinned = [file["path"] for file in entry["files"] if file["sha256"] is None]
+    if unpinned:
+        raise ArtifactError(
+            f"{entry['repo']}: no sha256 is pinned for {', '.join(unpinned)}; {pin_command}"
+        )
+    if entry["repo"] is None:
+        copy_local(entry, source, destination)
+    else:
+        download(entry, kind, destination)
+    for file in entry["files"]:
+        check_file(destination / file["path"], file, "remove it and run the same command again")
+
+
+def copy_local(entry: dict, source: Path, destination: Path) -> None:
+    """Copy an entry's files out of the profile's directory, each checked before."""
+    origin = source / entry.get("path", "")
+    for file in entry["files"]:
+        check_file(origin / file["path"], file, "restore it from the repository")
+        target = destination / file["path"]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(origin / file["path"], target)
+
+
+def download(entry: dict, kind: str, destination: Path) -> None:
+    """snapshot_download of exactly the pinned files; the client resumes what is half there."""
+    repo, revision = entry["repo"], entry["revision"]
+    names = [file["path"] for file in entry["files"]]
+    try:
+        snapshot_download(
+            repo,
+            repo_type=kind,
+            revision=revision,
+            local_dir=destination,
+            allow_patterns=[fnmatch_escape(name) for name in names],
+        )
+    except GatedRepoError:
+        raise ArtifactError(
+            f"{repo} is gated: accept its terms on the Hub and set HF_TOKEN"
+        ) from None
+    except RepositoryNotFoundError:
+        raise ArtifactError(f"{repo}: no such {kind} on the Hub, or it needs HF_TOKEN") from None
+    except RevisionNotFoundError:
+        raise ArtifactError(f"{repo} has no revision {revision}; compare the pin") from None
+    except EntryNotFoundError as error:
+        raise ArtifactError(f"{repo} at {revision}: {first_line(error)}") from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise ArtifactError(
+            f"the Hub can't be reached for {repo} ({first_line(error)}); connect and run again"
+        ) from None
+    except HfHubHTTPError as error:
+        raise ArtifactError(f"{repo}: {first_line(error)}; run the same command again") from None
+    except OSError as error:
+        raise ArtifactError(f"{repo}: {first_line(error)}; run the same command again") from None
+    shutil.rmtree(destination / ".cache", ignore_errors=True)
+    missing = [name for name in names if not (destination / name).is_file()]
+    if missing:
+        raise ArtifactError(f"{repo} at {revision} has no file {', '.join(missing)}")
+
+
+def fnmatch_escape(name: str) -> str:
+    """A pattern that matches just this name."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+def first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
+
+
+def check_split(source: dict) -> None:
+    """Refuse a manifest entry that names anything but a train file."""
+    name = source["file"]
+    excluded = any(fnmatch.fnmatch(name, pattern) for pattern in source["excluded_splits"])
+    held_out = any(word in os.path.basename(name).lower() for word in ("test", "valid", "eval"))
+    if source["split"] != "train" or excluded or held_out:
+        raise ArtifactError(
+            f"data_manifest.json: {source['name']} names {name} of split {source['split']!r}; "
+            "only train splits may be read"
+        )
+
+
+def fetch_source(profile: Profile, source: dict, command: str) -> Path:
+    """The verified parquet file of one manifest source, fetched once into `downloads/<name>`."""
+    check_split(source)
+    file = {"path": source["file"], "bytes": source["bytes"], "sha256": source["sha256"]}
+    entry = {"repo": source["repo"], "revision": source["revision"], "files": [file]}
+    stage = Stage(
+        name=f"fetch ({source['name']})",
+        directory=profile.workspace / "downloads" / source["name"],
+        command=command,
+        arguments={},
+        inputs={"pin": digest(entry)},
+    )
+    # A changed pin replaces the download: nothing else was made of that directory.
+    try:
+        done = stage.is_done()
+    except ArtifactError:
+        done = False
+    if not done:
+        remedy = "write it into data_manifest.json as the Hub reports it at the pinned revision"
+        with stage.working_directory(resume=True) as directory:
+            fetch(entry, "dataset", profile.directory, directory, remedy)
+            stage.finish()
+    return stage.directory / source["file"]

@@ -1,0 +1,131 @@
+"""Stage 2: prompts from the train splits that data_manifest.json pins.
+
+Reads data_manifest.json and models/base (its tokenizer, to measure prompts); writes
+workspace/<profile>/data/base/prompts.parquet and rows.json, the account of every row. Only files of
+train splits are opened, each verified against its sha256 first.
+
+    python prepare_data.py
+    python prepare_data.py --profile tiny
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator
+
+from tqdm import tqdm
+
+from artifacts import (
+    Profile,
+    Stage,
+    account,
+    add_profile,
+    digest,
+    load_profile,
+    run_command,
+    stage_digest,
+    write_json,
+)
+from hub import fetch_source
+from prompts import load_tokenizer, prompt_token_ids
+from records import PROMPT_SCHEMA, Gate, read_source, source_record, write_records
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_profile(parser, argv, max_prompt_tokens=512, holdout_percent=10.0)
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
+    parser.add_argument(
+        "--max-rows",
+        type=int,
+        default=60000,
+        metavar="N",
+        help="rows sampled from each source at most (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-prompt-tokens",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="longer prompts are dropped (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--holdout-percent",
+        type=float,
+        default=2.0,
+        metavar="P",
+        help="share of prompts held out by a hash of their text (default: %(default)s)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace an earlier result")
+    return parser.parse_args(argv)
+
+
+def sampled_rows(rows: int, args: argparse.Namespace, name: str) -> set[int] | None:
+    """Row numbers that are kept of a source, None for all; seeded by the source's name."""
+    if rows <= args.max_rows:
+        return None
+    return set(random.Random(f"{args.seed}/{name}").sample(range(rows), args.max_rows))
+
+
+def base_records(
+    profile: Profile, args: argparse.Namespace, gate: Gate, counts: dict
+) -> Iterator[dict]:
+    """Records of all base sources, in manifest order; fills `counts` per source."""
+    sources = [s for s in profile.manifest()["sources"] if s["stage"] == "base"]
+    for source in sources:
+        path = fetch_source(profile, source, profile.command("prepare_data"))
+        chosen = sampled_rows(source["rows"] or 0, args, source["name"])
+        gate.dropped, gate.passed = {}, 0
+        total = 0
+        for number, row in tqdm(read_source(path, source), desc=source["name"], unit="row"):
+            total += 1
+            if chosen is not None and number not in chosen:
+                gate.drop("not_sampled")
+            elif row is None:
+                gate.drop("no_usable_prompt")
+            elif gate.admit(row.messages):
+                yield source_record(source, number, row, args.holdout_percent)
+        counts[source["name"]] = account(total, gate.passed, dict(gate.dropped))
+
+
+def main(args: argparse.Namespace) -> None:
+    profile = load_profile(args.profile)
+    command = profile.command("prepare_data")
+    base = profile.workspace / "models" / "base"
+    stage = Stage(
+        name="prepare_data",
+        directory=profile.workspace / "data" / "base",
+        command=command,
+        arguments={
+            "seed": args.seed,
+            "max_rows": args.max_rows,
+            "max_prompt_tokens": args.max_prompt_tokens,
+            "holdout_percent": args.holdout_percent,
+            "thinking": profile.architecture["thinking"],
+        },
+        inputs={
+            "manifest": digest([s for s in profile.manifest()["sources"] if s["stage"] == "base"]),
+            "models/base": stage_digest(base, profile.command("download_models")),
+        },
+    )
+    if stage.is_done(args.force):
+        return
+    tokenizer = load_tokenizer(base)
+    thinking = profile.architecture["thinking"]
+    gate = Gate(lambda m: len(prompt_token_ids(tokenizer, m, thinking)), args.max_prompt_tokens)
+    counts: dict[str, dict] = {}
+    with stage.working_directory() as directory:
+        records = base_records(profile, args, gate, counts)
+        write_records(directory / "prompts.parquet", records, PROMPT_SCHEMA)
+        write_json(directory / "rows.json", counts)
+        stage.finish(rows=counts)
+    for name, rows in counts.items():
+        print(f"  {name}: {rows['in']} rows, {rows['kept']} kept, dropped {rows['dropped']}")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, parse_args))
