@@ -288,11 +288,12 @@ class Stage:
         return True
 
     @contextlib.contextmanager
-    def working_directory(self, resume: bool = False) -> Iterator[Path]:
+    def working_directory(self, resume: bool = False, force: bool = False) -> Iterator[Path]:
         """The `.partial` directory to write into, locked against a second run.
 
-        resume: keep what an interrupted run with the same identity left there; else start empty.
-        A partial directory of another identity is never continued.
+        resume: go on with what an interrupted run of the same identity left there; what a run of
+        another identity left is hours of somebody's work, so it stops unless `force` is on.
+        Without resume it starts empty.
         """
         self.directory.parent.mkdir(parents=True, exist_ok=True)
         lock_path = self.directory.with_name(f".{self.directory.name}.lock")
@@ -304,12 +305,15 @@ class Stage:
                     f"another run is writing {self.directory}; wait for it to end"
                 ) from None
             marker = self.partial / "started.json"
-            same = False
-            if resume and marker.is_file():
-                with contextlib.suppress(ArtifactError):
-                    same = read_json(marker, "") == self.identity
-            if self.partial.exists() and not same:
-                shutil.rmtree(self.partial)
+            begun = read_json(marker, "remove it") if resume and marker.is_file() else None
+            changed = differences(begun, self.identity) if begun else ""
+            if changed and not force:
+                raise ArtifactError(
+                    f"{self.partial} is of an unfinished run that differs ({changed}); finish that "
+                    f"one, or discard it with: {self.command} --force"
+                )
+            if begun is None or changed:
+                shutil.rmtree(self.partial, ignore_errors=True)
             self.partial.mkdir(parents=True, exist_ok=True)
             write_json(marker, self.identity)
             yield self.partial

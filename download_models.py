@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
         )
         if stage.is_done(args.force):
             continue
-        with stage.working_directory(resume=True) as directory:
+        with stage.working_directory(resume=True, force=args.force) as directory:
             fetch(
                 entry,
                 "model",

@@ -132,7 +132,7 @@ def fetch_source(profile: Profile, source: dict, command: str) -> Path:
         done = False
     if not done:
         remedy = "write it into data_manifest.json as the Hub reports it at the pinned revision"
-        with stage.working_directory(resume=True) as directory:
+        with stage.working_directory(resume=True, force=True) as directory:
             fetch(entry, "dataset", profile.directory, directory, remedy)
             stage.finish()
     return stage.directory / source["file"]

@@ -13,9 +13,10 @@ head.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -262,6 +263,37 @@ class KVCache:
             )
 
         return attend
+
+
+class Greedy(NamedTuple):
+    """A greedy continuation: its ids and, at each, how far the best logit was above the second."""
+
+    token_ids: list[int]
+    margins: list[float]
+
+
+@torch.inference_mode()
+def greedy(model: Qwen3, token_ids: list[int], max_tokens: int, eos: Container[int]) -> Greedy:
+    """Up to `max_tokens` greedy tokens after `token_ids`, ending with the first EOS id, included.
+
+    The plain path in full: one prefill, then one decode step a token. Ties go to the lowest id.
+    """
+    weight = model.model.embed_tokens.weight
+    cache = KVCache(model.config, len(token_ids) + max_tokens, weight.device, weight.dtype)
+    found = Greedy([], [])
+    new, start = token_ids, 0
+    while len(found.token_ids) < max_tokens and not (found.token_ids and new[0] in eos):
+        positions = torch.arange(start, start + len(new), device=weight.device)
+        start += len(new)
+        ids = torch.tensor([new], device=weight.device)
+        hidden = model(ids, positions[None], cache.attention(positions, start))
+        logits = model.logits(hidden[0, -1:])[0]
+        best = logits.argmax().item()  # the first of equal ones, which topk does not promise
+        first, second = logits.topk(2).values.tolist()
+        found.token_ids.append(best)
+        found.margins.append(first - second)
+        new = [best]
+    return found
 
 
 # ------------------------------------------------------------------------------------- weights

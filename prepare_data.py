@@ -20,7 +20,6 @@ from tqdm import tqdm
 from artifacts import (
     Profile,
     Stage,
-    account,
     add_profile,
     digest,
     load_profile,
@@ -71,25 +70,22 @@ def sampled_rows(rows: int, args: argparse.Namespace, name: str) -> set[int] | N
     return set(random.Random(f"{args.seed}/{name}").sample(range(rows), args.max_rows))
 
 
-def base_records(
-    profile: Profile, args: argparse.Namespace, gate: Gate, counts: dict
-) -> Iterator[dict]:
-    """Records of all base sources, in manifest order; fills `counts` per source."""
-    sources = [s for s in profile.manifest()["sources"] if s["stage"] == "base"]
-    for source in sources:
+def base_records(profile: Profile, args: argparse.Namespace, gate: Gate) -> Iterator[dict]:
+    """Records of all base sources, in manifest order."""
+    for source in profile.manifest()["sources"]:
+        if source["stage"] != "base":
+            continue
         path = fetch_source(profile, source, profile.command("prepare_data"))
         chosen = sampled_rows(source["rows"] or 0, args, source["name"])
-        gate.dropped, gate.passed = {}, 0
-        total = 0
-        for number, row in tqdm(read_source(path, source), desc=source["name"], unit="row"):
-            total += 1
-            if chosen is not None and number not in chosen:
-                gate.drop("not_sampled")
-            elif row is None:
-                gate.drop("no_usable_prompt")
-            elif gate.admit(row.messages):
-                yield source_record(source, number, row, args.holdout_percent)
-        counts[source["name"]] = account(total, gate.passed, dict(gate.dropped))
+        rows = tqdm(read_source(path, source), desc=source["name"], unit="row")
+        with gate.part(source["name"]):
+            for number, row in gate.see(rows):
+                if chosen is not None and number not in chosen:
+                    gate.drop("not_sampled")
+                elif row is None:
+                    gate.drop("no_usable_prompt")
+                elif gate.admit(row.messages):
+                    yield source_record(source, number, row, args.holdout_percent)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -117,14 +113,12 @@ def main(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(base)
     thinking = profile.architecture["thinking"]
     gate = Gate(lambda m: len(prompt_token_ids(tokenizer, m, thinking)), args.max_prompt_tokens)
-    counts: dict[str, dict] = {}
     with stage.working_directory() as directory:
-        records = base_records(profile, args, gate, counts)
+        records = base_records(profile, args, gate)
         write_records(directory / "prompts.parquet", records, PROMPT_SCHEMA)
-        write_json(directory / "rows.json", counts)
-        stage.finish(rows=counts)
-    for name, rows in counts.items():
-        print(f"  {name}: {rows['in']} rows, {rows['kept']} kept, dropped {rows['dropped']}")
+        write_json(directory / "rows.json", gate.accounts)
+        stage.finish(rows=gate.accounts)
+    gate.report()
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import bugs
 from artifacts import (
     Profile,
     Stage,
-    account,
     add_profile,
     digest,
     load_profile,
@@ -72,87 +71,67 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-class Counter:
-    """Rows of the part at hand; `close` checks that they add up."""
-
-    def __init__(self, gate: Gate, counts: dict):
-        self.gate, self.counts, self.total = gate, counts, 0
-
-    def open(self) -> None:
-        self.gate.dropped, self.gate.passed, self.total = {}, 0, 0
-
-    def close(self, name: str) -> None:
-        self.counts[name] = account(self.total, self.gate.passed, dict(self.gate.dropped))
+def base_rows(base: Path, gate: Gate) -> Iterator[dict]:
+    with gate.part("base"):
+        for record in gate.see(read_records(base)):
+            if gate.admit(record["messages"]):
+                yield record
 
 
-def extended_sources(profile: Profile, holdout: float, counter: Counter) -> Iterator[dict]:
+def extended_sources(profile: Profile, holdout_percent: float, gate: Gate) -> Iterator[dict]:
     for source in profile.manifest()["sources"]:
         if source["stage"] != "extended":
             continue
         path = fetch_source(profile, source, profile.command("prepare_extended"))
-        counter.open()
-        for number, row in tqdm(read_source(path, source), desc=source["name"], unit="row"):
-            counter.total += 1
-            if row is None:
-                counter.gate.drop("no_usable_prompt")
-            elif counter.gate.admit(row.messages):
-                yield source_record(source, number, row, holdout)
-        counter.close(source["name"])
+        rows = tqdm(read_source(path, source), desc=source["name"], unit="row")
+        with gate.part(source["name"]):
+            for number, row in gate.see(rows):
+                if row is None:
+                    gate.drop("no_usable_prompt")
+                elif gate.admit(row.messages):
+                    yield source_record(source, number, row, holdout_percent)
 
 
-def bug_repairs(args: argparse.Namespace, holdout: float, counter: Counter) -> Iterator[dict]:
+def bug_repairs(args: argparse.Namespace, holdout_percent: float, gate: Gate) -> Iterator[dict]:
     """Synthetic problems; the broken program was seen to fail, the repaired one to pass."""
     problems = bugs.bug_repairs(args.seed, args.bug_repairs)
     bugs.verify(problems)
-    counter.open()
-    for number, problem in enumerate(problems):
-        counter.total += 1
-        messages = bugs.to_messages(problem, random.Random(f"{args.seed}/bug/{number}"))
-        if counter.gate.admit(messages):
-            yield {
-                "id": f"bug_repair/{problem.kind}/train/{number}",
-                "source": "bug_repair",
-                "messages": messages,
-                "augmentation": None,
-                "parent_id": None,
-                "reference": bugs.answer(problem),
-                "split": split_of(messages, holdout),
-            }
-    counter.close("bug_repair")
+    with gate.part("bug_repair"):
+        for number, problem in gate.see(enumerate(problems)):
+            messages = bugs.to_messages(problem, random.Random(f"{args.seed}/bug/{number}"))
+            if gate.admit(messages):
+                yield {
+                    "id": f"bug_repair/{problem.kind}/train/{number}",
+                    "source": "bug_repair",
+                    "messages": messages,
+                    "augmentation": None,
+                    "parent_id": None,
+                    "reference": bugs.answer(problem),
+                    "split": split_of(messages, holdout_percent),
+                }
 
 
-def augmentations(base: Path, args: argparse.Namespace, counter: Counter) -> Iterator[dict]:
+def augmentations(base: Path, args: argparse.Namespace, gate: Gate) -> Iterator[dict]:
     """One augmentation for each row that the seed picks; its kind is drawn too."""
-    counter.open()
-    for parent in read_records(base):
-        rng = random.Random(f"{args.seed}/augment/{parent['id']}")
-        counter.total += 1
-        if rng.random() >= args.augment_share:
-            counter.gate.drop("not_sampled")
-            continue
-        kind = rng.choice(AUGMENTATIONS)
-        messages = augment.augment(kind, parent["messages"], parent["reference"] or "", rng)
-        if messages is None:
-            counter.gate.drop(f"{kind}_does_not_apply")
-        elif counter.gate.admit(messages):
-            yield {
-                **parent,
-                "id": f"{parent['id']}/{kind}",
-                "messages": messages,
-                "augmentation": kind,
-                "parent_id": parent["id"],
-                "reference": None,
-            }
-    counter.close("augmentations")
-
-
-def base_rows(base: Path, counter: Counter) -> Iterator[dict]:
-    counter.open()
-    for record in read_records(base):
-        counter.total += 1
-        if counter.gate.admit(record["messages"]):
-            yield record
-    counter.close("base")
+    with gate.part("augmentations"):
+        for parent in gate.see(read_records(base)):
+            rng = random.Random(f"{args.seed}/augment/{parent['id']}")
+            if rng.random() >= args.augment_share:
+                gate.drop("not_sampled")
+                continue
+            kind = rng.choice(AUGMENTATIONS)
+            messages = augment.augment(kind, parent["messages"], parent["reference"] or "", rng)
+            if messages is None:
+                gate.drop(f"{kind}_does_not_apply")
+            elif gate.admit(messages):
+                yield {
+                    **parent,  # its split too: an augmentation stays on its row's side
+                    "id": f"{parent['id']}/{kind}",
+                    "messages": messages,
+                    "augmentation": kind,
+                    "parent_id": parent["id"],
+                    "reference": None,
+                }
 
 
 def main(args: argparse.Namespace) -> None:
@@ -179,21 +158,19 @@ def main(args: argparse.Namespace) -> None:
         return
     tokenizer, thinking = load_tokenizer(models), profile.architecture["thinking"]
     gate = Gate(lambda m: len(prompt_token_ids(tokenizer, m, thinking)), made["max_prompt_tokens"])
-    counts: dict[str, dict] = {}
-    counter = Counter(gate, counts)
+    holdout_percent = made["holdout_percent"]
 
     def records() -> Iterator[dict]:
-        yield from base_rows(base / "prompts.parquet", counter)
-        yield from extended_sources(profile, made["holdout_percent"], counter)
-        yield from bug_repairs(args, made["holdout_percent"], counter)
-        yield from augmentations(base / "prompts.parquet", args, counter)
+        yield from base_rows(base / "prompts.parquet", gate)
+        yield from extended_sources(profile, holdout_percent, gate)
+        yield from bug_repairs(args, holdout_percent, gate)
+        yield from augmentations(base / "prompts.parquet", args, gate)
 
     with stage.working_directory() as directory:
         write_records(directory / "prompts.parquet", records(), PROMPT_SCHEMA)
-        write_json(directory / "rows.json", counts)
-        stage.finish(rows=counts)
-    for name, rows in counts.items():
-        print(f"  {name}: {rows['in']} rows, {rows['kept']} kept, dropped {rows['dropped']}")
+        write_json(directory / "rows.json", gate.accounts)
+        stage.finish(rows=gate.accounts)
+    gate.report()
 
 
 if __name__ == "__main__":

@@ -6,16 +6,19 @@ schema into messages plus the row's reference answer (None where it has none).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from artifacts import ArtifactError
+from artifacts import ArtifactError, account
+
+T = TypeVar("T")
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 
@@ -179,17 +182,30 @@ def source_record(source: dict, number: int, row: Row, holdout_percent: float) -
 
 
 class Gate:
-    """Decides which prompts pass, and counts why the others don't.
+    """Decides which prompts pass, and accounts for those that don't.
 
-    A prompt passes once (exact duplicates after `normalise` are dropped, across all sources) and
-    only up to `max_tokens` tokens. `count(messages)` gives a prompt's length.
+    A prompt passes once (exact duplicates after `normalise` are dropped, across all parts) and only
+    up to `max_tokens` tokens. `count(messages)` gives a prompt's length. `accounts` holds, for each
+    finished part, in = kept + dropped by reason.
     """
 
     def __init__(self, count: Callable[[list[dict]], int], max_tokens: int):
         self.count, self.max_tokens = count, max_tokens
         self.seen: set[bytes] = set()
-        self.dropped: dict[str, int] = {}
-        self.passed = 0
+        self.accounts: dict[str, dict] = {}
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Rows that `see` and `admit` get inside belong to this part."""
+        self.total, self.kept, self.dropped = 0, 0, {}
+        yield
+        self.accounts[name] = account(self.total, self.kept, self.dropped)
+
+    def see(self, rows: Iterable[T]) -> Iterator[T]:
+        """Count rows as they come in."""
+        for row in rows:
+            self.total += 1
+            yield row
 
     def drop(self, reason: str) -> bool:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
@@ -199,16 +215,18 @@ class Gate:
         key = fingerprint(messages)
         if key in self.seen:
             return self.drop("duplicate")
-        self.seen.add(key)
         if self.count(messages) > self.max_tokens:
             return self.drop("too_long")
-        self.passed += 1
+        self.seen.add(key)
+        self.kept += 1
         return True
+
+    def report(self) -> None:
+        for name, rows in self.accounts.items():
+            print(f"  {name}: {rows['in']} in, {rows['kept']} kept, dropped {rows['dropped']}")
 
 
 def read_labels(directory: Path, split: str, columns: list[str] | None = None) -> list[dict]:
-    """All label records of a split (train | holdout | diagnostic), shards in order."""
+    """All label records of a split (train | holdout | diagnostic), shards in order; empty where the split has none."""
     shards = sorted((directory / split).glob("*.parquet"))
-    if not shards:
-        raise ArtifactError(f"{directory / split} holds no label shards")
     return [record for shard in shards for record in read_records(shard, columns)]
