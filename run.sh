@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# The whole pipeline, from pinned prompts to a served draft and its acceptance.
+#
+#   ./run.sh          the embedded tiny pair, on a CPU
+#   ./run.sh qwen3    Qwen3-1.7B for Qwen3-8B, on a GPU machine
+#
+# Stages whose result is already there, made with the same arguments from the same inputs, are not
+# run again. WORKSPACE moves the workspace; PORT the server (default 8000; 0 is not possible here).
+set -euo pipefail
+cd "$(dirname "$0")"
+
+profile="${1:-tiny}"
+case "$profile" in
+  tiny) requirements=requirements-cpu.txt; evaluation=() ;;
+  qwen3) requirements=requirements.txt; evaluation=(--target-step-ms 5.4) ;;
+  *) echo "usage: ./run.sh [tiny|qwen3]" >&2; exit 2 ;;
+esac
+port="${PORT:-8000}"
+
+source ./environment.sh
+make_environment .venv "$requirements"
+began=$SECONDS
+python=.venv/bin/python
+stage() { echo; echo "== $*"; "$python" "$@" --profile "$profile"; }
+
+stage download_models.py
+# Past this point nothing needs the Hub but the data sets of the real pair.
+stage prepare_data.py
+stage prepare_extended.py
+stage generate_teacher.py
+stage train.py
+stage quantize.py
+stage quantize.py --codec bf16
+stage quantize.py --run base --codec bf16
+
+echo; echo "== ./serve.sh --profile $profile --port $port"
+./serve.sh --profile "$profile" --port "$port" &
+server=$!
+trap 'kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true' EXIT
+for _ in $(seq 300); do
+  kill -0 "$server" 2>/dev/null || { echo "the server ended before it was ready" >&2; exit 1; }
+  "$python" -c "import sys, httpx
+sys.exit(httpx.get('http://127.0.0.1:$port/ready', trust_env=False).status_code != 200)" \
+    2>/dev/null && break
+  sleep 1
+done
+stage evaluate.py --example --url "http://127.0.0.1:$port"
+kill "$server"; wait "$server" 2>/dev/null || true
+trap - EXIT
+
+stage evaluate.py ${evaluation[@]+"${evaluation[@]}"}
+echo; echo "run.sh: $((SECONDS - began)) s after installation"

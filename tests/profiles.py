@@ -1,0 +1,160 @@
+"""Throw-away profiles for tests: small random Qwen3 pairs, manifests over local parquet files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from artifacts import ROOT, sha256_file
+
+TOKENIZER = ROOT / "tiny" / "base"
+
+
+def random_qwen3(directory: Path, vocab_size: int, seed: int, **sizes: int) -> dict:
+    """Write a random tied Qwen3 checkpoint (bf16); returns its config as a dict.
+
+    Default initialisation makes a tied model repeat itself; wide layers give varied output.
+    """
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+    } | sizes
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        **sizes,
+    )
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.05 if "embed" in name else 0.35)
+    model.generation_config = GenerationConfig()
+    model.bfloat16().save_pretrained(directory)
+    return json.loads((directory / "config.json").read_text())
+
+
+def add_tokenizer(directory: Path, tokenizer: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tokenizer / name, directory / name)
+
+
+def model_entry(profile: Path, path: str) -> dict:
+    files = sorted(p for p in (profile / path).iterdir() if p.is_file())
+    return {
+        "repo": None,
+        "path": path,
+        "revision": None,
+        "licence": None,
+        "files": [
+            {"path": p.name, "bytes": p.stat().st_size, "sha256": sha256_file(p)} for p in files
+        ],
+    }
+
+
+def write_architecture(profile: Path, config: dict, eos: list[int]) -> None:
+    """architecture.json of a profile whose base/ and teacher/ directories are in place."""
+    dimensions = {
+        key: config[key]
+        for key in (
+            *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+            *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
+            *("rms_norm_eps", "tie_word_embeddings"),
+        )
+    }
+    architecture = {
+        "format": 1,
+        "name": profile.name,
+        "base": model_entry(profile, "base"),
+        "teacher": model_entry(profile, "teacher"),
+        "dimensions": dimensions | {"rope_theta": config["rope_parameters"]["rope_theta"]},
+        "thinking": False,
+        "eos_token_ids": eos,
+        "quantization": {
+            "linear": {"codec": "nf4", "group_size": 64},
+            "embedding": {"codec": "int6", "group_size": 64},
+        },
+        "draft_length": 16,
+        "labelling_engine": "transformers",
+    }
+    (profile / "architecture.json").write_text(json.dumps(architecture, indent=2))
+
+
+def source_entry(profile: Path, name: str, rows: list[dict], stage: str = "base") -> dict:
+    """Write rows as the parquet file of one source; returns its manifest entry."""
+    path = profile / "data" / f"{name}.parquet"
+    path.parent.mkdir(exist_ok=True)
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, path)
+    return {
+        "name": name,
+        "schema": name,
+        "stage": stage,
+        "repo": None,
+        "config": "default",
+        "split": "train",
+        "revision": None,
+        "file": f"data/{name}.parquet",
+        "bytes": path.stat().st_size,
+        "rows": len(rows),
+        "columns": table.column_names,
+        "sha256": sha256_file(path),
+        "licence": None,
+        "excluded_splits": [],
+        "pin_source": "a test",
+    }
+
+
+def write_manifest(profile: Path, sources: list[dict]) -> None:
+    text = json.dumps({"format": 1, "sources": sources}, indent=2)
+    (profile / "data_manifest.json").write_text(text)
+
+
+def make_random_profile(profile: Path, tokenizer: Path, vocab_size: int, eos: list[int]) -> Path:
+    """A directory with base/, teacher/ and architecture.json; the caller adds the manifest."""
+    profile.mkdir()
+    config = random_qwen3(profile / "base", vocab_size, seed=1)
+    random_qwen3(profile / "teacher", vocab_size, seed=2, hidden_size=128, num_hidden_layers=3)
+    add_tokenizer(profile / "base", tokenizer)
+    add_tokenizer(profile / "teacher", tokenizer)
+    write_architecture(profile, config, eos)
+    return profile
+
+
+def environment(workspace: Path, **extra: str) -> dict[str, str]:
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    return os.environ | offline | {"WORKSPACE": str(workspace)} | extra
+
+
+def run_stage(
+    stage: str, profile: str | Path, workspace: Path, *flags: str, python: str = sys.executable
+) -> subprocess.CompletedProcess:
+    """Run one stage as a user does; the result's output is captured as text."""
+    command = [python, str(ROOT / f"{stage}.py"), "--profile", str(profile), *flags]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=environment(workspace), timeout=560
+    )
+
+
+def succeed(stage: str, profile: str | Path, workspace: Path, *flags: str) -> str:
+    """Run a stage that must succeed; returns its stdout."""
+    result = run_stage(stage, profile, workspace, *flags)
+    assert result.returncode == 0, f"{stage} failed:\n{result.stdout}\n{result.stderr}"
+    return result.stdout
