@@ -79,6 +79,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="time of one verifying step of the target; adds net speed-up and the draft length "
         "that pays best (an 8B target on one H200: about 5.4)",
     )
+    parser.add_argument(
+        "--require-ratio",
+        type=float,
+        metavar="R",
+        help="end with an error unless the quantised draft is accepted at least R times as long "
+        "as the base",
+    )
     return parser.parse_args(argv)
 
 
@@ -261,6 +268,20 @@ def show_draft(client: DraftClient, tokenizer, prompt: list[int], truth: list[in
     )
 
 
+def check_ratio(results: dict[str, dict], required: float) -> None:
+    """ArtifactError where the quantised draft does not beat the base by the required factor."""
+    if not {"base", "quantised"} <= set(results):
+        raise ArtifactError(
+            "--require-ratio compares the base and the quantised draft: measure both"
+        )
+    base, quantised = (results[name]["mean_accepted"] for name in ("base", "quantised"))
+    if quantised < required * base:
+        raise ArtifactError(
+            f"the quantised draft is accepted for {quantised:.2f} tokens a round, less than "
+            f"{required} times the base's {base:.2f}"
+        )
+
+
 # ----------------------------------------------------------------------------------------- main
 
 
@@ -330,6 +351,8 @@ def main(args: argparse.Namespace) -> None:
         write_json(directory / "results.json", results)
         stage.finish(rows={"in": len(labels), "kept": len(labels), "dropped": {}, "failed": 0})
     print_table(results, args.split, len(labels))
+    if args.require_ratio is not None:
+        check_ratio(results, args.require_ratio)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--codec",
         choices=["packed", "bf16"],
         default="packed",
-        help="packed: as architecture.json states; bf16: unquantised, to compare with (%(default)s)",
+        help="packed: as architecture.json states; bf16: unquantised (default: %(default)s)",
     )
     parser.add_argument(
         "--out",

@@ -227,6 +227,6 @@ class Gate:
 
 
 def read_labels(directory: Path, split: str, columns: list[str] | None = None) -> list[dict]:
-    """All label records of a split (train | holdout | diagnostic), shards in order; empty where the split has none."""
+    """All label records of a split (train | holdout | diagnostic), shards in order; may be none."""
     shards = sorted((directory / split).glob("*.parquet"))
     return [record for shard in shards for record in read_records(shard, columns)]

@@ -11,7 +11,7 @@ cd "$(dirname "$0")"
 
 profile="${1:-tiny}"
 case "$profile" in
-  tiny) requirements=requirements-cpu.txt; evaluation=() ;;
+  tiny) requirements=requirements-cpu.txt; evaluation=(--require-ratio 1.5) ;;
   qwen3) requirements=requirements.txt; evaluation=(--target-step-ms 5.4) ;;
   *) echo "usage: ./run.sh [tiny|qwen3]" >&2; exit 2 ;;
 esac
@@ -48,5 +48,5 @@ stage evaluate.py --example --url "http://127.0.0.1:$port"
 kill "$server"; wait "$server" 2>/dev/null || true
 trap - EXIT
 
-stage evaluate.py ${evaluation[@]+"${evaluation[@]}"}
+stage evaluate.py "${evaluation[@]}"
 echo; echo "run.sh: $((SECONDS - began)) s after installation"
