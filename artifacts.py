@@ -307,7 +307,8 @@ class Stage:
             marker = self.partial / "started.json"
             begun = read_json(marker, "remove it") if resume and marker.is_file() else None
             changed = differences(begun, self.identity) if begun else ""
-            if changed and not force:
+            empty = begun is not None and len(list(self.partial.iterdir())) == 1
+            if changed and not force and not empty:
                 raise ArtifactError(
                     f"{self.partial} is of an unfinished run that differs ({changed}); finish that "
                     f"one, or discard it with: {self.command} --force"

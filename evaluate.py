@@ -170,8 +170,9 @@ def net_speedup(figures: dict, target_step_ms: float) -> dict:
     """What the draft gains beside a target whose verifying step takes `target_step_ms`.
 
     Speculative decoding's wall-time model (arXiv:2211.17192, theorem 3.8), with the measured
-    request time: a round yields 1 + accepted tokens and costs one draft and one target step. The cost of a
-    shorter draft is the measured fixed part plus its tokens; longer is not better by itself.
+    request time: a round yields 1 + accepted tokens and costs one draft and one target step. The
+    cost of a shorter draft is the measured fixed part plus its tokens; longer is not better by
+    itself.
     """
     fixed = figures["overhead_ms_p50"] + figures["prefill_ms_p50"]
     by_length = []

@@ -6,17 +6,19 @@ here after it arrives, and the stages hash it again before they use it.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+import httpx2  # what the client speaks HTTP with; its transport errors come through unchanged
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
-    LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -56,10 +58,20 @@ def copy_local(entry: dict, source: Path, destination: Path) -> None:
 
 
 def download(entry: dict, kind: str, destination: Path) -> None:
-    """snapshot_download of exactly the pinned files; the client resumes what is half there."""
+    """snapshot_download of exactly the pinned files; the client resumes what is half there.
+
+    The repository is asked about first: where it can't be reached, snapshot_download takes what
+    lies in the directory for the answer, without an error.
+    """
     repo, revision = entry["repo"], entry["revision"]
     names = [file["path"] for file in entry["files"]]
-    try:
+    with clear_errors(repo, revision, kind):
+        info = HfApi().repo_info(repo, repo_type=kind, revision=revision)
+        if info.sha != revision:
+            raise ArtifactError(f"{repo}: asked for revision {revision}, the Hub has {info.sha}")
+        missing = sorted(set(names) - {sibling.rfilename for sibling in info.siblings})
+        if missing:
+            raise ArtifactError(f"{repo} at {revision} has no file {', '.join(missing)}")
         snapshot_download(
             repo,
             repo_type=kind,
@@ -67,28 +79,29 @@ def download(entry: dict, kind: str, destination: Path) -> None:
             local_dir=destination,
             allow_patterns=[fnmatch_escape(name) for name in names],
         )
+    shutil.rmtree(destination / ".cache", ignore_errors=True)
+
+
+@contextlib.contextmanager
+def clear_errors(repo: str, revision: str, kind: str) -> Iterator[None]:
+    """Turn what the client raises into one line that says what to do."""
+    try:
+        yield
     except GatedRepoError:
-        raise ArtifactError(
-            f"{repo} is gated: accept its terms on the Hub and set HF_TOKEN"
-        ) from None
+        text = f"{repo} is gated: accept its terms on the Hub and set HF_TOKEN"
+        raise ArtifactError(text) from None
     except RepositoryNotFoundError:
         raise ArtifactError(f"{repo}: no such {kind} on the Hub, or it needs HF_TOKEN") from None
     except RevisionNotFoundError:
         raise ArtifactError(f"{repo} has no revision {revision}; compare the pin") from None
     except EntryNotFoundError as error:
         raise ArtifactError(f"{repo} at {revision}: {first_line(error)}") from None
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+    except (OfflineModeIsEnabled, httpx2.TransportError) as error:
         raise ArtifactError(
             f"the Hub can't be reached for {repo} ({first_line(error)}); connect and run again"
         ) from None
-    except HfHubHTTPError as error:
+    except (HfHubHTTPError, OSError) as error:
         raise ArtifactError(f"{repo}: {first_line(error)}; run the same command again") from None
-    except OSError as error:
-        raise ArtifactError(f"{repo}: {first_line(error)}; run the same command again") from None
-    shutil.rmtree(destination / ".cache", ignore_errors=True)
-    missing = [name for name in names if not (destination / name).is_file()]
-    if missing:
-        raise ArtifactError(f"{repo} at {revision} has no file {', '.join(missing)}")
 
 
 def fnmatch_escape(name: str) -> str:

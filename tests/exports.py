@@ -1,4 +1,4 @@
-"""Small random exports for the tests of the drafter and the server. Needs torch and nothing else."""
+"""Small random exports for the tests of drafter and server; needs torch, not transformers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def small_config(**sizes: int) -> Config:
 
 
 def random_weights(config: Config, seed: int) -> dict[str, torch.Tensor]:
-    """Wide layers, so that greedy output varies: with the default std a tied model repeats itself."""
+    """Wide layers give varied greedy output; with the default std a tied model repeats itself."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, parameter in empty_model(config).named_parameters():

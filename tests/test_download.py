@@ -1,0 +1,138 @@
+"""Pinned downloads through the real Hub client, against a stand-in Hub that can misbehave."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from hub_server import Repo, serve_hub
+from profiles import random_qwen3
+
+from artifacts import ROOT
+
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A small checkpoint's files, as a repository holds them."""
+    directory = tmp_path_factory.mktemp("repo") / "model"
+    config = random_qwen3(directory, vocab_size=300, seed=1)
+    return config, {p.name: p.read_bytes() for p in directory.iterdir()}
+
+
+@pytest.fixture
+def setup(files, tmp_path):
+    """(hub, profile directory, a function that runs download_models.py against the hub)."""
+    config, contents = files
+    repos = [
+        Repo("models", name, REVISION, dict(contents), {"model.safetensors"})
+        for name in ("test/base", "test/teacher")
+    ]
+    profile = tmp_path / "remote"
+    profile.mkdir()
+    pins = [
+        {"path": p, "bytes": len(d), "sha256": hashlib.sha256(d).hexdigest()}
+        for p, d in contents.items()
+    ]
+    entry = {"revision": REVISION, "licence": None, "files": pins}
+    names = json.loads((ROOT / "architecture.json").read_text())["dimensions"]
+    config = config | {"rope_theta": config["rope_parameters"]["rope_theta"]}
+    architecture = {
+        "format": 1,
+        "name": "remote",
+        "base": {"repo": "test/base"} | entry,
+        "teacher": {"repo": "test/teacher"} | entry,
+        "dimensions": {key: config[key] for key in names},
+        "thinking": False,
+        "eos_token_ids": [1, 0],
+        "quantization": {},
+        "draft_length": 16,
+        "labelling_engine": "transformers",
+    }
+
+    def run(**changes):
+        text = json.dumps(architecture | changes)
+        (profile / "architecture.json").write_text(text)
+        environment = os.environ | {
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_OFFLINE": "0",
+            "HF_TOKEN": "hf_secret",
+            "WORKSPACE": str(tmp_path / "workspace"),
+        }
+        command = [sys.executable, str(ROOT / "download_models.py"), "--profile", str(profile)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+    with serve_hub(repos) as hub:
+        yield hub, architecture, run, tmp_path / "workspace" / "remote" / "models"
+
+
+def last_line(result):
+    assert result.returncode == 1, result.stdout + result.stderr
+    line = result.stderr.strip().splitlines()[-1]
+    assert line.startswith("error: "), result.stderr
+    return line
+
+
+def test_every_pinned_file_arrives_and_the_token_is_neither_shown_nor_stored(setup, files):
+    hub, _, run, models = setup
+    result = run()
+    assert result.returncode == 0, result.stderr
+    for which in ("base", "teacher"):
+        for name, data in files[1].items():
+            assert (models / which / name).read_bytes() == data
+        assert "hf_secret" not in (models / which / "stage.json").read_text()
+    assert "hf_secret" not in result.stdout + result.stderr
+    assert "Bearer hf_secret" in hub.authorization
+    before = len(hub.requests)
+    assert "up to date" in run().stdout
+    assert len(hub.requests) == before, "asked again for what is there"
+
+
+def test_same_size_wrong_bytes_are_found(setup, files):
+    """The client accepts them; the stage must not."""
+    hub, _, run, models = setup
+    good = files[1]["model.safetensors"]
+    hub.faults.wrong["model.safetensors"] = good[:-1] + bytes([good[-1] ^ 1])
+    line = last_line(run())
+    assert "model.safetensors has sha256" in line and "run" in line
+    assert not (models / "base").exists()
+
+
+def test_a_moved_revision_a_missing_repository_and_a_gated_one_are_told_apart(setup):
+    hub, architecture, run, _ = setup
+    base = architecture["base"]
+    moved = last_line(run(base=base | {"revision": "f" * 40}))
+    assert "test/base has no revision " + "f" * 40 in moved
+    # Nothing was fetched of either: no partial directory may stand in the way of the right pin.
+    assert "no such model" in last_line(run(base=base | {"repo": "test/nothing"}))
+    hub.repos["models", "test/base"].gated = True
+    assert "gated" in last_line(run()) and "HF_TOKEN" in last_line(run())
+
+
+def test_a_file_that_the_repository_lacks_is_named(setup):
+    hub, _, run, _ = setup
+    del hub.repos["models", "test/base"].files["config.json"]
+    assert "config.json" in last_line(run())
+
+
+def test_no_network_is_one_line(setup):
+    hub, _, run, _ = setup
+    hub.url = "http://127.0.0.1:9"
+    assert "can't be reached" in last_line(run())
+
+
+def test_a_broken_transfer_is_mended(setup, files):
+    hub, _, run, models = setup
+    hub.faults.short["model.safetensors"] = 20_000
+    result = run()
+    if result.returncode:  # the client may try again by itself; if not, the next run must
+        result = run()
+    assert result.returncode == 0, result.stderr
+    assert (models / "base" / "model.safetensors").read_bytes() == files[1]["model.safetensors"]
+    assert hub.fetched("test/base/resolve/" + REVISION + "/model.safetensors") >= 2
