@@ -299,9 +299,8 @@ class Drafter:
         length = self.context_limit + (EXTEND_TOKENS if engine == "graph" else 0)
         self.kv = KVCache(self.config, length, self.device, self.dtype)
         self._domain = f"draft-conversation/1\0{self.contract['fingerprint']}\0".encode()
-        self.cache = PrefixCache(cache_bytes, self.contract["fingerprint"], self.dtype)
-        self._live = to_ids([])  # ids of the positions whose KV in `kv` is valid
-        self._context = 0  # how many of them a request sent; the rest was drafted
+        self._cache_bytes = cache_bytes
+        self.reset()
         with torch.inference_mode():
             self.engine = (
                 TorchEngine(model, self.kv)
@@ -356,9 +355,9 @@ class Drafter:
 
     def reset(self) -> None:
         """Forget every context, live and parked."""
-        self._live, self._context = to_ids([]), 0
-        old = self.cache
-        self.cache = PrefixCache(old.capacity, self.contract["fingerprint"], self.dtype)
+        self._live = to_ids([])  # ids of the positions whose KV in `kv` is valid
+        self._context = 0  # how many of them a request sent; the rest was drafted
+        self.cache = PrefixCache(self._cache_bytes, self.contract["fingerprint"], self.dtype)
 
     def conversation_key(self, ids: np.ndarray) -> str:
         """blake2b over the contract and a request's ids, 64 hex digits."""
