@@ -116,6 +116,14 @@ def test_a_planted_collision_is_seen_and_counted():
     assert cache.statistics.collisions > 0
 
 
+def test_equal_tokens_after_another_beginning_are_no_hit():
+    """case 10: a block's KV depends on all before it, so equal ids under an equal key don't do."""
+    cache = make_cache(hasher=lambda data: data[-4 * WIDTH :])  # forgets the parent
+    store(cache, to_ids([1] * 4 + [3] * 4))
+    store(cache, to_ids([2] * 4))
+    assert match(cache, to_ids([2] * 4 + [3] * 4)) == 4
+
+
 def test_keys_are_separated_by_contract_dtype_and_block_size():
     """case 10: equal tokens have other keys under another model, dtype or block size."""
     domains = [

@@ -254,25 +254,27 @@ def test_a_cancelled_request_leaves_a_valid_state(drafter: Drafter, fresh: Draft
     assert draft.token_ids == cold(fresh, prompt, 4).token_ids
 
 
+@pytest.mark.parametrize("failing_chunk", [1, 2])
 def test_an_exception_in_the_forward_pass_leaves_a_valid_state(
-    drafter: Drafter, fresh: Drafter, monkeypatch: pytest.MonkeyPatch
+    drafter: Drafter, fresh: Drafter, monkeypatch: pytest.MonkeyPatch, failing_chunk: int
 ):
+    """It comes after the chunk has overwritten the KV of the conversation that was live."""
     drafter.reset()
-    prompt = random_prompt(7, 200)
+    earlier, prompt = random_prompt(6, 200), random_prompt(7, 200)
+    drafter.draft(earlier, 4)
     extend, calls = drafter.engine.extend, []
 
     def failing(*args, **kwargs):
         calls.append(args)
         extend(*args, **kwargs)
-        if len(calls) == 2:
+        if len(calls) == failing_chunk:
             raise MemoryError("planted")
 
     with monkeypatch.context() as patch:
         patch.setattr(drafter.engine, "extend", failing)
         with pytest.raises(MemoryError):
             drafter.draft(prompt, 4)
-    other = prompt[:60] + random_prompt(8, 40)
-    for ids in (other, prompt):
+    for ids in (earlier, prompt[:60] + random_prompt(8, 40), prompt):
         assert drafter.draft(ids, 4).token_ids == cold(fresh, ids, 4).token_ids
 
 
