@@ -100,7 +100,10 @@ class Scheduler:
         return False
 
     def stop(self, seconds: float) -> bool:
-        """Cancel everything and wait for the thread; False where it is still busy after that."""
+        """Cancel everything and wait for the thread; False where it is still busy after that.
+
+        A load can't be cancelled, and is not waited for.
+        """
         self._stopping.set()
         with self._condition:
             left, self._waiting = self._waiting, deque()
@@ -108,7 +111,7 @@ class Scheduler:
         for job in left:
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(Cancelled("the server is stopping"))
-        self._thread.join(seconds)
+        self._thread.join(seconds if self.drafter is not None else 0)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

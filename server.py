@@ -37,7 +37,7 @@ from artifacts import (
     run_command,
     versions,
 )
-from drafter import Cancelled, Draft, Drafter
+from drafter import Cancelled, Draft, Drafter, resolve_device, resolve_engine
 from metrics import Metrics
 from model import Config
 from scheduler import Busy, Job, Scheduler
@@ -396,6 +396,7 @@ def main(args: argparse.Namespace) -> int:
     profile = load_profile(args.profile)
     export = Path(args.export) if args.export else profile.workspace / "export"
     command = profile.command("quantize")
+    resolve_engine(args.engine, resolve_device(args.device))  # before anything takes time
     limits = read_limits(args, export, command)
     sock = listen(args.host, args.port)
     host = f"[{args.host}]" if ":" in args.host else args.host
