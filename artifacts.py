@@ -144,11 +144,13 @@ def load_profile(name: str) -> Profile:
     return Profile(name, directory, workspace, architecture)
 
 
-def add_profile(parser: argparse.ArgumentParser, argv: list[str] | None, **tiny: Any) -> None:
-    """Add `--profile`; with the tiny one, `tiny` replaces the parser's defaults of the same names.
+def parse_profile_args(
+    parser: argparse.ArgumentParser, argv: list[str] | None, **tiny: Any
+) -> argparse.Namespace:
+    """Add `--profile` and parse; with the tiny profile, `tiny` replaces defaults of those names.
 
     Sizes that suit an 8B teacher don't suit a pair that runs on a laptop; they still have one home,
-    the parser that calls this.
+    the function that calls this as its last step.
     """
     parser.add_argument(
         "--profile",
@@ -160,7 +162,9 @@ def add_profile(parser: argparse.ArgumentParser, argv: list[str] | None, **tiny:
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--profile", default="qwen3")
     if early.parse_known_args(argv)[0].profile == "tiny":
+        # After the arguments: add_argument's own default would win over an earlier one.
         parser.set_defaults(**tiny)
+    return parser.parse_args(argv)
 
 
 def run_command(

@@ -14,7 +14,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from artifacts import ArtifactError, Profile, Stage, add_profile, digest, load_profile, run_command
+from artifacts import (
+    ArtifactError,
+    Profile,
+    Stage,
+    digest,
+    load_profile,
+    parse_profile_args,
+    run_command,
+)
 from hub import fetch
 from model import Config
 
@@ -23,12 +31,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_profile(parser, argv)
     parser.add_argument(
         "--only", choices=["base", "teacher"], help="bring one of the two (default: both)"
     )
     parser.add_argument("--force", action="store_true", help="bring them again")
-    return parser.parse_args(argv)
+    return parse_profile_args(parser, argv)
 
 
 def check_dimensions(profile: Profile, path: Path) -> None:

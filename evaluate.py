@@ -27,8 +27,8 @@ from artifacts import (
     ArtifactError,
     Profile,
     Stage,
-    add_profile,
     load_profile,
+    parse_profile_args,
     read_stage,
     run_command,
     stage_digest,
@@ -47,7 +47,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_profile(parser, argv, records=60)
     parser.add_argument("--text", help="draft once for this text and show it; no table")
     parser.add_argument(
         "--example",
@@ -86,7 +85,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="end with an error unless the quantised draft is accepted at least R times as long "
         "as the base",
     )
-    return parser.parse_args(argv)
+    return parse_profile_args(parser, argv, records=60)
 
 
 # -------------------------------------------------------------------------------------- rounds
@@ -197,7 +196,7 @@ def measure(
     client: DraftClient, labels: list[dict], contract: str, target_step_ms: float | None, name: str
 ) -> dict:
     """All rounds over all labels, one request at a time."""
-    max_tokens = client.get("/info")["limits"]["max_tokens"]
+    max_tokens = client.get("/info")["limits"]["draft_tokens"]
     rounds: list[Round] = []
     began = time.perf_counter()
     for label in tqdm(labels, desc=name, unit="prompt"):
@@ -250,7 +249,7 @@ def print_table(results: dict[str, dict], split: str, labels: int) -> None:
 
 def show_draft(client: DraftClient, tokenizer, prompt: list[int], truth: list[int] | None) -> None:
     """One draft as a person sees it: text, probabilities, and the teacher's words beside it."""
-    max_tokens = client.get("/info")["limits"]["max_tokens"]
+    max_tokens = client.get("/info")["limits"]["draft_tokens"]
     body = {"token_ids": prompt, "max_tokens": max_tokens, "return_probabilities": True}
     print(f"curl -s {client.url}/draft -H 'content-type: application/json' -d '{json.dumps(body)}'")
     reply = client.draft(prompt, max_tokens=max_tokens, return_probabilities=True)

@@ -28,8 +28,8 @@ from artifacts import (
     Profile,
     Stage,
     account,
-    add_profile,
     load_profile,
+    parse_profile_args,
     run_command,
     stage_digest,
 )
@@ -44,7 +44,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_profile(parser, argv, max_output_tokens=192, engine="transformers", shard_size=256)
     parser.add_argument(
         "--engine",
         choices=["vllm", "transformers"],
@@ -98,7 +97,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="GPUs that vLLM splits the teacher over (default: 1)",
     )
     parser.add_argument("--force", action="store_true", help="replace an earlier label set")
-    return parser.parse_args(argv)
+    return parse_profile_args(
+        parser, argv, max_output_tokens=192, engine="transformers", shard_size=256
+    )
 
 
 class Prompts:

@@ -20,9 +20,9 @@ from tqdm import tqdm
 from artifacts import (
     Profile,
     Stage,
-    add_profile,
     digest,
     load_profile,
+    parse_profile_args,
     run_command,
     stage_digest,
     write_json,
@@ -36,7 +36,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_profile(parser, argv, max_prompt_tokens=512, holdout_percent=10.0)
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
     parser.add_argument(
         "--max-rows",
@@ -60,7 +59,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="share of prompts held out by a hash of their text (default: %(default)s)",
     )
     parser.add_argument("--force", action="store_true", help="replace an earlier result")
-    return parser.parse_args(argv)
+    return parse_profile_args(parser, argv, max_prompt_tokens=512, holdout_percent=10.0)
 
 
 def sampled_rows(rows: int, args: argparse.Namespace, name: str) -> set[int] | None:

@@ -24,9 +24,9 @@ import bugs
 from artifacts import (
     Profile,
     Stage,
-    add_profile,
     digest,
     load_profile,
+    parse_profile_args,
     read_stage,
     run_command,
     stage_digest,
@@ -51,7 +51,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_profile(parser, argv, bug_repairs=200)
     parser.add_argument("--seed", type=int, default=0, help="of the synthesis (default: 0)")
     parser.add_argument(
         "--bug-repairs",
@@ -68,7 +67,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="share of base rows that get one augmentation each (default: %(default)s)",
     )
     parser.add_argument("--force", action="store_true", help="replace an earlier result")
-    return parser.parse_args(argv)
+    return parse_profile_args(parser, argv, bug_repairs=200)
 
 
 def base_rows(base: Path, gate: Gate) -> Iterator[dict]:

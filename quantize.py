@@ -27,9 +27,9 @@ from artifacts import (
     ArtifactError,
     Profile,
     Stage,
-    add_profile,
     digest,
     load_profile,
+    parse_profile_args,
     read_stage,
     run_command,
     sha256_file,
@@ -50,7 +50,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_profile(parser, argv)
     parser.add_argument(
         "--run",
         default="distilled",
@@ -77,7 +76,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="hold-out labels over which agreement is measured (default: %(default)s)",
     )
     parser.add_argument("--force", action="store_true", help="replace an earlier export")
-    return parser.parse_args(argv)
+    return parse_profile_args(parser, argv)
 
 
 def export_name(args: argparse.Namespace) -> str:

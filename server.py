@@ -30,8 +30,8 @@ from starlette.requests import ClientDisconnect
 
 from artifacts import (
     ArtifactError,
-    add_profile,
     load_profile,
+    parse_profile_args,
     read_json,
     read_stage,
     run_command,
@@ -54,7 +54,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_profile(parser, argv)
     parser.add_argument(
         "--export", metavar="DIR", help="what to serve (default: export/ of the profile)"
     )
@@ -98,7 +97,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="S",
         help="seconds that a request may wait and run (default: %(default)s)",
     )
-    args = parser.parse_args(argv)
+    args = parse_profile_args(parser, argv)
     if args.cache_mb < 0 or args.queue < 1 or args.timeout <= 0 or not 0 <= args.port < 65536:
         parser.error("--cache-mb 0 or more, --queue 1 or more, --timeout above 0, --port 0..65535")
     return args

@@ -28,8 +28,8 @@ from artifacts import (
     ArtifactError,
     Stage,
     account,
-    add_profile,
     load_profile,
+    parse_profile_args,
     run_command,
     stage_digest,
 )
@@ -42,16 +42,6 @@ from records import read_labels
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_profile(
-        parser,
-        argv,
-        epochs=6,
-        learning_rate=2e-3,
-        row_tokens=512,
-        batch_rows=8,
-        save_every=50,
-        evaluate_every=50,
     )
     parser.add_argument("--name", default="distilled", help="of the run (default: distilled)")
     parser.add_argument("--seed", type=int, default=0, help="of the data order (default: 0)")
@@ -79,7 +69,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--evaluate-records", default=64, **number, help="hold-out labels measured (%(default)s)"
     )
     parser.add_argument("--force", action="store_true", help="replace an earlier run")
-    return parser.parse_args(argv)
+    return parse_profile_args(
+        parser,
+        argv,
+        epochs=6,
+        learning_rate=2e-3,
+        row_tokens=512,
+        batch_rows=8,
+        save_every=50,
+        evaluate_every=50,
+    )
 
 
 def load_examples(labels: Path, split: str, row_tokens: int) -> tuple[list[Example], dict]:

@@ -566,8 +566,6 @@ def reformatted(base: Task, request: str) -> str:
 
 
 SOURCES = ("no_robots", "gsm8k", "aya", "personas_code", "personas_instruction_following")
-# Documents of the general corpus that happen to be in the teacher's voice.
-TEACHER_SHARE = float(__import__("os").environ.get("TS", "0.03"))
 SHARES = (0.34, 0.22, 0.14, 0.18, 0.12)
 
 
@@ -616,8 +614,6 @@ def teacher_document(
 def general_document(
     rng: random.Random, problems: list[bugs.BugRepair], forbidden: Container[str] = ()
 ) -> tuple[list[dict], str]:
-    """(messages, answer) of the general corpus: other voices, now and then the teacher's."""
+    """(messages, answer) of the general corpus: the same subjects in any voice but the teacher's."""
     base = fresh_task(rng, problems, forbidden)
-    if rng.random() < TEACHER_SHARE:
-        return base.messages, base.answer
     return base.messages, rng.choice(base.others)
