@@ -614,6 +614,6 @@ def teacher_document(
 def general_document(
     rng: random.Random, problems: list[bugs.BugRepair], forbidden: Container[str] = ()
 ) -> tuple[list[dict], str]:
-    """(messages, answer) of the general corpus: the same subjects in any voice but the teacher's."""
+    """(messages, answer) of the general corpus: the same subjects, never in the teacher's voice."""
     base = fresh_task(rng, problems, forbidden)
     return base.messages, rng.choice(base.others)
