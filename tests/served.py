@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
+
 from artifacts import ROOT
+
+HTTP = httpx.Client(
+    verify=False, trust_env=False, timeout=20
+)  # one for all: each would read the CA certificates
 
 # Runs before the server in a process of its own: a draft whose first id is 1 takes until it is
 # cancelled, one that starts with 2 fails, and a connection to anywhere ends the process.
@@ -134,3 +141,19 @@ def serve_sh(export: Path, *flags: str) -> list[str]:
 
 def with_faults(export: Path, *flags: str) -> list[str]:
     return [sys.executable, "-c", FAULTS, "--export", str(export), "--device", "cpu", *flags]
+
+
+def post(served: Served, body: object) -> httpx.Response:
+    return HTTP.post(f"{served.url}/draft", json=body)
+
+
+def metric(served: Served, name: str) -> float:
+    text = HTTP.get(f"{served.url}/metrics").text
+    return float(re.search(rf"^{re.escape(name)} (\S+)$", text, re.M).group(1))
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 5) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
