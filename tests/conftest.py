@@ -13,3 +13,12 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from exports import make_export
 
     return make_export(tmp_path_factory.mktemp("exports") / "random")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Test models gain nothing from a second thread; beside other work on the machine, threads that
+    wait for each other at every operation make them twenty times slower."""
+    import torch
+
+    torch.set_num_threads(1)
