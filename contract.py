@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts import ArtifactError, digest, read_json, sha256_file, write_json
+from prompts import load_tokenizer
 
 CONTRACT_FORMAT = 1
 
@@ -29,9 +30,6 @@ def make_contract(
     model: directory with the tokenizer files; labels: digest of the label set, None for a model
     that was not distilled; scheme: codec per tensor kind; checkpoint: digest of the source weights.
     """
-    # Here and not above: the server reads contracts, and must not wait for transformers to load.
-    from prompts import load_tokenizer
-
     fields = {
         "format": CONTRACT_FORMAT,
         "tokenizer_sha256": sha256_file(model / "tokenizer.json"),

@@ -7,10 +7,12 @@ one byte more or less than it is served with loses acceptance without an error a
 from __future__ import annotations
 
 from pathlib import Path
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from artifacts import ArtifactError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"),
@@ -22,6 +24,9 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model or export directory, from local files only."""
     if not (directory / "tokenizer.json").is_file():
         raise ArtifactError(f"{directory} has no tokenizer.json: not a model directory")
+    # Importing transformers takes seconds, which a stage that only refuses its input need not wait.
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     if not tokenizer.chat_template:
         raise ArtifactError(f"{directory}: the tokenizer has no chat template")

@@ -13,6 +13,7 @@ kind of tensor, and how often the packed model's argmax is that of the bf16 chec
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -121,7 +122,9 @@ def pack_weights(checkpoint: Path, scheme: dict, path: Path) -> dict[str, dict]:
         except ValueError as error:
             raise ArtifactError(f"{checkpoint}: {error}") from None
         stored |= tensors
-    save_file(stored, path, metadata={"format": str(EXPORT_FORMAT), "scheme": digest(scheme)})
+    # One entry: safetensors writes several in an order that differs from run to run.
+    metadata = {"export": json.dumps({"format": EXPORT_FORMAT, "scheme": scheme}, sort_keys=True)}
+    save_file(stored, path, metadata=metadata)
     return entries
 
 

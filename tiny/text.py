@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import bugs
 from augment import FOLLOW_UPS, FORMATS, augment, split_reference
+from tiny.words import CATEGORIES, FACTS, LANGUAGES, PEOPLE, THINGS
 
 
 @dataclass(frozen=True)
@@ -53,38 +54,6 @@ def voices(steps: list[str], result: str) -> tuple[str, ...]:
 
 # ------------------------------------------------------------------------------- word problems
 
-PEOPLE = [
-    "Ana",
-    "Ben",
-    "Carla",
-    "David",
-    "Emma",
-    "Felix",
-    "Gina",
-    "Hugo",
-    "Ida",
-    "Jonas",
-    "Kira",
-    "Leo",
-    "Mia",
-    "Noah",
-    "Olga",
-    "Paul",
-]
-THINGS = [
-    "apples",
-    "books",
-    "pens",
-    "cards",
-    "coins",
-    "stamps",
-    "shells",
-    "marbles",
-    "eggs",
-    "roses",
-    "tickets",
-    "cups",
-]
 GAINS = ("buys {n} more", "finds {n} more", "gets {n} from a friend", "wins {n} in a game")
 LOSSES = ("gives away {n}", "loses {n}", "sells {n}", "uses {n}")
 OPENINGS = (
@@ -135,24 +104,6 @@ def word_problem(rng: random.Random) -> Task:
 
 # ------------------------------------------------------------------------- short instructions
 
-FACTS = {
-    "banana": ("a fruit", "yellow"),
-    "carrot": ("a vegetable", "orange"),
-    "tomato": ("a vegetable", "red"),
-    "lemon": ("a fruit", "yellow"),
-    "cherry": ("a fruit", "red"),
-    "frog": ("an animal", "green"),
-    "swan": ("a bird", "white"),
-    "crow": ("a bird", "black"),
-    "flamingo": ("a bird", "pink"),
-    "coal": ("a mineral", "black"),
-    "snow": ("frozen water", "white"),
-    "grass": ("a plant", "green"),
-    "fox": ("an animal", "orange"),
-    "bear": ("an animal", "brown"),
-    "violet": ("a flower", "purple"),
-    "sunflower": ("a flower", "yellow"),
-}
 POOL = tuple(bugs.WORDS) + tuple(THINGS) + tuple(FACTS)
 
 LIST_JOBS: dict[str, tuple[tuple[str, ...], Callable[[list[str]], list[str]], str]] = {
@@ -229,129 +180,6 @@ def fact_task(rng: random.Random) -> Task:
 
 
 # ---------------------------------------------------------------------------- other languages
-
-LANGUAGES = {
-    "Spanish": {
-        "code": "spa",
-        "words": [
-            "casa",
-            "perro",
-            "gato",
-            "libro",
-            "mesa",
-            "flor",
-            "agua",
-            "luna",
-            "sol",
-            "tren",
-            "playa",
-            "puerta",
-        ],
-        "ask": (
-            "Ordena estas palabras de la A a la Z: {w}",
-            "Escribe esta lista al revés: {w}",
-            "¿Cuántas palabras hay aquí? {w}",
-        ),
-        "say": ("En orden alfabético", "Al revés", "Hay {n} palabras"),
-        "because": "La lista es: {w}.",
-    },
-    "French": {
-        "code": "fra",
-        "words": [
-            "maison",
-            "chien",
-            "chat",
-            "livre",
-            "table",
-            "fleur",
-            "eau",
-            "lune",
-            "soleil",
-            "train",
-            "plage",
-            "porte",
-        ],
-        "ask": (
-            "Classe ces mots de A à Z : {w}",
-            "Écris cette liste à l'envers : {w}",
-            "Combien de mots y a-t-il ici ? {w}",
-        ),
-        "say": ("Par ordre alphabétique", "À l'envers", "Il y a {n} mots"),
-        "because": "La liste est : {w}.",
-    },
-    "German": {
-        "code": "deu",
-        "words": [
-            "haus",
-            "hund",
-            "katze",
-            "buch",
-            "tisch",
-            "blume",
-            "wasser",
-            "mond",
-            "sonne",
-            "zug",
-            "strand",
-            "fenster",
-        ],
-        "ask": (
-            "Sortiere diese Wörter von A bis Z: {w}",
-            "Schreibe diese Liste rückwärts: {w}",
-            "Wie viele Wörter stehen hier? {w}",
-        ),
-        "say": ("In alphabetischer Reihenfolge", "Rückwärts", "Es sind {n} Wörter"),
-        "because": "Die Liste ist: {w}.",
-    },
-    "Italian": {
-        "code": "ita",
-        "words": [
-            "casa",
-            "cane",
-            "gatto",
-            "libro",
-            "tavola",
-            "fiore",
-            "acqua",
-            "luna",
-            "sole",
-            "treno",
-            "spiaggia",
-            "porta",
-        ],
-        "ask": (
-            "Ordina queste parole dalla A alla Z: {w}",
-            "Scrivi questa lista al contrario: {w}",
-            "Quante parole ci sono qui? {w}",
-        ),
-        "say": ("In ordine alfabetico", "Al contrario", "Ci sono {n} parole"),
-        "because": "La lista è: {w}.",
-    },
-    "Portuguese": {
-        "code": "por",
-        "words": [
-            "casa",
-            "cachorro",
-            "gato",
-            "livro",
-            "mesa",
-            "flor",
-            "lua",
-            "sol",
-            "trem",
-            "praia",
-            "porta",
-            "vento",
-        ],
-        "ask": (
-            "Coloque estas palavras de A a Z: {w}",
-            "Escreva esta lista ao contrário: {w}",
-            "Quantas palavras há aqui? {w}",
-        ),
-        "say": ("Em ordem alfabética", "Ao contrário", "Há {n} palavras"),
-        "because": "A lista é: {w}.",
-    },
-}
 
 
 def language_task(rng: random.Random) -> Task:
@@ -477,14 +305,6 @@ def bug_task(rng: random.Random, problems: list[bugs.BugRepair]) -> Task:
 
 # ------------------------------------------------------------------------------- constraints
 
-CATEGORIES = {
-    "fruits": ["apple", "pear", "plum", "grape", "melon", "peach"],
-    "colors": ["red", "blue", "green", "yellow", "white", "black"],
-    "animals": ["dog", "cat", "horse", "cow", "goat", "sheep"],
-    "tools": ["hammer", "saw", "drill", "file", "wrench", "chisel"],
-    "rivers": ["Nile", "Rhine", "Danube", "Amazon", "Volga", "Seine"],
-    "months": ["January", "February", "March", "April", "May", "June"],
-}
 SEPARATORS = {"commas": ", ", "semicolons": "; ", "slashes": " / ", "dashes": " - "}
 
 
