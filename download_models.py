@@ -22,8 +22,9 @@ from artifacts import (
     load_profile,
     parse_profile_args,
     run_command,
+    write_json,
 )
-from hub import fetch
+from hub import fetch, fill_pins
 from model import Config
 
 
@@ -35,6 +36,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--only", choices=["base", "teacher"], help="bring one of the two (default: both)"
     )
     parser.add_argument("--force", action="store_true", help="bring them again")
+    parser.add_argument(
+        "--pin",
+        action="store_true",
+        help="compare architecture.json with the Hub at the pinned revisions; download nothing",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="with --pin: fill in what is null, overwrite nothing"
+    )
     return parse_profile_args(parser, argv)
 
 
@@ -47,8 +56,20 @@ def check_dimensions(profile: Profile, path: Path) -> None:
         raise ArtifactError(f"{path} differs from architecture.json in {', '.join(wrong)}")
 
 
+def pin(profile: Profile, write: bool) -> None:
+    """Ask the Hub about every file of both models."""
+    architecture = profile.architecture
+    entries = [(which, architecture[which]) for which in ("base", "teacher")]
+    pins = [(w, "model", entry, entry["files"]) for w, entry in entries if entry["repo"]]
+    if fill_pins(pins, write):
+        write_json(profile.directory / "architecture.json", architecture)
+        print(f"wrote {profile.directory / 'architecture.json'}")
+
+
 def main(args: argparse.Namespace) -> None:
     profile = load_profile(args.profile)
+    if args.pin:
+        return pin(profile, args.write)
     for which in [args.only] if args.only else ["base", "teacher"]:
         entry = profile.architecture[which]
         stage = Stage(
@@ -66,7 +87,7 @@ def main(args: argparse.Namespace) -> None:
                 "model",
                 profile.directory,
                 directory,
-                "look it up at the pinned revision and write it into architecture.json",
+                f"run: {profile.command('download_models')} --pin --write",
             )
             if which == "base":
                 check_dimensions(profile, directory / "config.json")

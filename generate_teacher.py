@@ -8,6 +8,10 @@ what training saw. Real pair: needs a GPU with 24 GB or more.
 
     python generate_teacher.py
     python generate_teacher.py --profile tiny
+    python generate_teacher.py --data-parallel 8             # one teacher on each of 8 GPUs
+    python generate_teacher.py --shard 0/2                   # this machine's half; then, with all
+    python generate_teacher.py --merge 2                     # halves side by side, the whole
+    python generate_teacher.py --self-agreement 200          # how far the teacher repeats itself
 """
 
 from __future__ import annotations
@@ -15,10 +19,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow.parquet as pq
 from tqdm import tqdm
@@ -28,16 +36,23 @@ from artifacts import (
     Profile,
     Stage,
     account,
+    differences,
     load_profile,
     parse_profile_args,
+    read_stage,
     run_command,
     stage_digest,
+    write_json,
 )
 from labelling import Engine, Label, TransformersEngine, VllmEngine
 from prompts import load_tokenizer, prompt_token_ids
-from records import label_schema, read_records, write_records
+from records import label_schema, read_labels, read_records, write_records
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SPLITS = ("train", "holdout")
+NEAR_TIE = 0.05  # nats between the best two; bf16 kernels of other shapes differ by that much
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -96,32 +111,74 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="GPUs that vLLM splits the teacher over (default: 1)",
     )
+    parser.add_argument(
+        "--data-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that each run a teacher on GPUs of their own (default: 1)",
+    )
+    parser.add_argument(
+        "--shard",
+        type=parse_part,
+        metavar="I/N",
+        help="label only part I (0..N-1) of N, into labels.I-of-N, on one of N machines",
+    )
+    parser.add_argument(
+        "--merge", type=int, metavar="N", help="put N parts together into labels; labels nothing"
+    )
+    parser.add_argument(
+        "--self-agreement",
+        type=int,
+        metavar="N",
+        help="label the first N train prompts once more, one at a time, and compare",
+    )
+    # What --data-parallel starts: shards I, I + N, … of a run whose lock the parent holds.
+    parser.add_argument("--worker", type=parse_part, help=argparse.SUPPRESS)
     parser.add_argument("--force", action="store_true", help="replace an earlier label set")
     return parse_profile_args(
         parser, argv, max_output_tokens=192, engine="transformers", shard_size=256
     )
 
 
+def parse_part(text: str) -> tuple[int, int]:
+    """`I/N` → (I, N), 0 <= I < N."""
+    part, _, parts = text.partition("/")
+    if not (part.isdigit() and parts.isdigit() and int(part) < int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 0 to N - 1")
+    return int(part), int(parts)
+
+
 class Prompts:
     """Streams the prompt records as (split, [(record, token ids)]) shards.
 
-    `skipped` collects prompts that can't be labelled; `counts` what was seen by split.
+    room: tokens that a prompt may have; longer ones, which leave no room for an answer, are noted
+    in `skipped`. part: (i, n) for the i-th of n contiguous parts of the records. `total`: records
+    that will be seen.
     """
 
-    def __init__(self, path: Path, tokenizer, thinking: bool, room: int, limit: int | None):
-        self.path, self.tokenizer, self.thinking = path, tokenizer, thinking
-        self.room, self.limit = room, limit
+    def __init__(
+        self,
+        path: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        thinking: bool,
+        room: int,
+        limit: int | None,
+        part: tuple[int, int] | None,
+    ):
+        self.path, self.tokenizer, self.thinking, self.room = path, tokenizer, thinking, room
         self.skipped: list[dict] = []
-        total = pq.ParquetFile(path).metadata.num_rows
-        self.total = total if limit is None else min(total, limit)
+        rows = pq.ParquetFile(path).metadata.num_rows
+        rows = rows if limit is None else min(rows, limit)
+        index, parts = part or (0, 1)
+        self.first, self.end = index * rows // parts, (index + 1) * rows // parts
+        self.total = self.end - self.first
 
     def shards(self, size: int) -> Iterator[tuple[str, int, list[tuple[dict, list[int]]]]]:
         """(split, shard number, records with their token ids), each shard as soon as it is full."""
         waiting: dict[str, list] = {split: [] for split in SPLITS}
         numbers = dict.fromkeys(SPLITS, 0)
-        for count, record in enumerate(read_records(self.path)):
-            if count == self.total:
-                break
+        for record in islice(read_records(self.path), self.first, self.end):
             ids = prompt_token_ids(self.tokenizer, record["messages"], self.thinking)
             if len(ids) > self.room:
                 self.skipped.append({"id": record["id"], "status": "dropped", "reason": "too_long"})
@@ -182,12 +239,15 @@ def label_all(
     args: argparse.Namespace, profile: Profile, prompts: Prompts, context: int, directory: Path
 ) -> dict[str, int]:
     """Label every shard that is not on disk yet; returns the number of labels by split."""
-    engine = None  # a resumed run may find nothing left to do
+    engine = None  # a resumed run, or the parent of workers, may find nothing left to do
+    worker, workers = args.worker or (0, 1)
     counts = dict.fromkeys(SPLITS, 0)
     tokens, began = 0, time.monotonic()
     with tqdm(total=prompts.total, unit="prompt", desc="label") as progress:
-        for split, number, shard in prompts.shards(args.shard_size):
+        for count, (split, number, shard) in enumerate(prompts.shards(args.shard_size)):
             path = directory / split / f"{number:05d}.parquet"
+            if count % workers != worker:
+                continue
             if not path.exists():
                 engine = engine or make_engine(args, profile, context)
                 labels = engine.label([ids for _, ids in shard])
@@ -221,13 +281,41 @@ def write_diagnostic(directory: Path, count: int, top_k: int) -> int:
     return len(records[:count])
 
 
-def main(args: argparse.Namespace) -> None:
-    profile = load_profile(args.profile)
+def run_workers(args: argparse.Namespace) -> None:
+    """Start `--data-parallel` copies of this command, each on its own GPUs, and wait for all."""
+    environment = os.environ.copy()
+    devices = [d for d in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+    count, width = args.data_parallel, args.tensor_parallel
+    devices = devices or [str(i) for i in range(count * width)]
+    if len(devices) < count * width:
+        raise ArtifactError(
+            f"--data-parallel {count} × --tensor-parallel {width} needs {count * width} GPUs, "
+            f"CUDA_VISIBLE_DEVICES names {len(devices)}"
+        )
+    workers = []
+    for index in range(count):
+        mine = ",".join(devices[index * width : (index + 1) * width])
+        command = [sys.executable, *sys.argv, "--worker", f"{index}/{count}"]
+        workers.append(subprocess.Popen(command, env=environment | {"CUDA_VISIBLE_DEVICES": mine}))
+    try:
+        codes = [worker.wait() for worker in workers]
+    except BaseException:
+        for worker in workers:
+            worker.terminate()
+        raise
+    if any(codes):
+        raise ArtifactError(
+            f"{sum(map(bool, codes))} of {count} workers failed; what they finished is kept: run "
+            "the same command again"
+        )
+
+
+def make_stage(args: argparse.Namespace, profile: Profile, part: tuple[int, int] | None) -> Stage:
     workspace, architecture = profile.workspace, profile.architecture
     download = profile.command("download_models")
-    stage = Stage(
+    return Stage(
         name="generate_teacher",
-        directory=workspace / "labels",
+        directory=workspace / ("labels" if part is None else f"labels.{part[0]}-of-{part[1]}"),
         command=profile.command("generate_teacher"),
         arguments={
             "engine": args.engine,
@@ -248,8 +336,99 @@ def main(args: argparse.Namespace) -> None:
             "models/teacher": stage_digest(workspace / "models" / "teacher", download),
         },
     )
+
+
+def finish(args: argparse.Namespace, stage: Stage, total: int, skipped: list[dict]) -> None:
+    """Account for every prompt, add the diagnostic set, put the label set in place."""
+    counts = {
+        split: sum(pq.ParquetFile(p).metadata.num_rows for p in (stage.partial / split).glob("*"))
+        for split in SPLITS
+    }
+    rows = account(
+        total,
+        sum(counts.values()),
+        {"too_long": sum(s["status"] == "dropped" for s in skipped)},
+        sum(s["status"] == "failed" for s in skipped),
+    )
+    counts["diagnostic"] = write_diagnostic(stage.partial, args.diagnostic, args.logprobs)
+    lines = "".join(json.dumps(entry) + "\n" for entry in skipped)
+    (stage.partial / "skipped.jsonl").write_text(lines)
+    stage.finish(rows=rows | {"by_split": counts})
+    print(f"  labels: {counts}, skipped {len(skipped)}")
+
+
+def merge(args: argparse.Namespace, profile: Profile) -> None:
+    """Put the parts that N machines labelled together, in the order of the prompts."""
+    stage = make_stage(args, profile, None)
+    command = f"{stage.command} --shard I/{args.merge}"
+    total, skipped = 0, []
     if stage.is_done(args.force):
         return
+    with stage.working_directory() as directory:
+        for index in range(args.merge):
+            part = make_stage(args, profile, (index, args.merge)).directory
+            record = read_stage(part, command)
+            changed = differences({k: record[k] for k in ("arguments", "inputs")}, stage.identity)
+            if changed:
+                raise ArtifactError(f"{part} was made differently ({changed}); merge nothing")
+            for split in SPLITS:
+                (directory / split).mkdir(exist_ok=True)
+                for shard in sorted((part / split).glob("*.parquet")):
+                    name = f"{index:03d}-{shard.name}"
+                    shutil.copyfile(shard, directory / split / name)
+            text = (part / "skipped.jsonl").read_text()
+            skipped += [json.loads(line) for line in text.splitlines()]
+            total += record["rows"]["in"]
+        finish(args, stage, total, skipped)
+
+
+def measure_self_agreement(args: argparse.Namespace, profile: Profile, context: int) -> None:
+    """Relabel in another batch shape, one prompt at a time: the ceiling of any draft's acceptance.
+
+    Kernels of another shape round otherwise; where the best two log-probabilities nearly tie, the
+    teacher then says something else, and no draft can foresee which.
+    """
+    labels = profile.workspace / "labels"
+    label_digest = stage_digest(labels, profile.command("generate_teacher"))
+    records = read_labels(labels, "train")[: args.self_agreement]
+    args.logprobs = max(args.logprobs, 2)
+    engine = make_engine(args, profile, context)
+    equal, ties, matched, total = 0, 0, 0, 0
+    for record in tqdm(records, desc="relabel", unit="prompt"):
+        again = engine.label([record["prompt_token_ids"]])[0]
+        ours, theirs = record["output_token_ids"], again.output_token_ids
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        parted = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+        matched, total = matched + parted, total + len(ours)
+        if parted == len(ours) == len(theirs):
+            equal += 1
+        elif parted < len(theirs):
+            values = again.top[1][parted]
+            ties += values[0] - values[1] < NEAR_TIE
+    results = {
+        "prompts": len(records),
+        "identical": equal,
+        "parted_at_a_near_tie": ties,
+        "parted_otherwise": len(records) - equal - ties,
+        "near_tie_nats": NEAR_TIE,
+        "tokens_before_parting": matched / max(total, 1),
+    }
+    stage = Stage(
+        name="self_agreement",
+        directory=profile.workspace / "self_agreement",
+        command=profile.command("generate_teacher") + f" --self-agreement {args.self_agreement}",
+        arguments={"engine": args.engine, "prompts": args.self_agreement},
+        inputs={"labels": label_digest},
+    )
+    with stage.working_directory() as directory:
+        write_json(directory / "results.json", results)
+        stage.finish(results=results)
+    print(json.dumps(results))
+
+
+def main(args: argparse.Namespace) -> None:
+    profile = load_profile(args.profile)
+    workspace, architecture = profile.workspace, profile.architecture
     context = architecture["dimensions"]["max_position_embeddings"]
     room = context - args.max_output_tokens
     if room < 1:
@@ -257,6 +436,13 @@ def main(args: argparse.Namespace) -> None:
             f"--max-output-tokens {args.max_output_tokens} leaves no room for a prompt in a "
             f"context of {context}"
         )
+    if args.merge:
+        return merge(args, profile)
+    if args.self_agreement:
+        return measure_self_agreement(args, profile, context)
+    stage = make_stage(args, profile, args.shard)
+    if stage.is_done(args.force):
+        return
     tokenizer = load_tokenizer(workspace / "models" / "base")
     prompts = Prompts(
         workspace / "data" / "extended" / "prompts.parquet",
@@ -264,22 +450,18 @@ def main(args: argparse.Namespace) -> None:
         architecture["thinking"],
         room,
         args.limit,
+        args.shard,
     )
+    if args.worker:
+        label_all(args, profile, prompts, context, stage.partial)
+        return
     with stage.working_directory(resume=True, force=args.force) as directory:
+        if args.data_parallel > 1:
+            run_workers(args)
         counts = label_all(args, profile, prompts, context, directory)
-        if not counts["train"]:
+        if not counts["train"] and args.shard is None:
             raise ArtifactError("no train prompt was labelled: nothing to distil from")
-        rows = account(
-            prompts.total,
-            sum(counts.values()),
-            {"too_long": sum(s["status"] == "dropped" for s in prompts.skipped)},
-            sum(s["status"] == "failed" for s in prompts.skipped),
-        )
-        counts["diagnostic"] = write_diagnostic(directory, args.diagnostic, args.logprobs)
-        text = "".join(json.dumps(s) + "\n" for s in prompts.skipped)
-        (directory / "skipped.jsonl").write_text(text)
-        stage.finish(rows=rows | {"by_split": counts})
-    print(f"  labels: {counts}, skipped {len(prompts.skipped)}")
+        finish(args, stage, prompts.total, prompts.skipped)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2  # what the client speaks HTTP with; its transport errors come through unchanged
-from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -23,6 +25,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.hf_api import RepoSibling
 
 from artifacts import ArtifactError, Profile, Stage, check_file, digest
 
@@ -144,8 +147,92 @@ def fetch_source(profile: Profile, source: dict, command: str) -> Path:
     except ArtifactError:
         done = False
     if not done:
-        remedy = "write it into data_manifest.json as the Hub reports it at the pinned revision"
+        remedy = f"run: {profile.command('prepare_data')} --pin --write"
         with stage.working_directory(resume=True, force=True) as directory:
             fetch(entry, "dataset", profile.directory, directory, remedy)
             stage.finish()
     return stage.directory / source["file"]
+
+
+# ------------------------------------------------------------------------------------- pinning
+
+
+def look_up(entry: dict, kind: str) -> list[dict]:
+    """What the Hub states of an entry's files at the pinned revision: path, bytes, sha256.
+
+    LFS files carry their sha256. For a plain git file the Hub has only a git blob id, so the file,
+    which is small, is fetched, compared with that id and hashed here.
+    """
+    repo, revision = entry["repo"], entry["revision"]
+    with clear_errors(repo, revision, kind):
+        info = HfApi().repo_info(repo, repo_type=kind, revision=revision, files_metadata=True)
+        siblings = {sibling.rfilename: sibling for sibling in info.siblings}
+        found = []
+        for file in entry["files"]:
+            sibling = siblings.get(file["path"])
+            if sibling is None:
+                raise ArtifactError(f"{repo} at {revision} has no file {file['path']}")
+            if sibling.lfs is not None:
+                sha256 = sibling.lfs.sha256
+            else:
+                sha256 = hash_plain_file(repo, kind, revision, sibling)
+            found.append({"path": file["path"], "bytes": sibling.size, "sha256": sha256})
+    return found
+
+
+def hash_plain_file(repo: str, kind: str, revision: str, sibling: RepoSibling) -> str:
+    """sha256 of a git file, after its git blob id was found to be the one that the Hub states."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = hf_hub_download(
+            repo, sibling.rfilename, repo_type=kind, revision=revision, local_dir=directory
+        )
+        data = Path(path).read_bytes()
+    blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    if blob != sibling.blob_id:
+        raise ArtifactError(f"{repo}: {sibling.rfilename} is not the blob {sibling.blob_id}")
+    return hashlib.sha256(data).hexdigest()
+
+
+def compare_pins(label: str, pinned: list[dict], found: list[dict]) -> tuple[list[str], list[str]]:
+    """(lines of what would be filled in, lines of what contradicts a known pin); prints both."""
+    filled, conflicts = [], []
+    for pin, fact in zip(pinned, found, strict=True):
+        for key in ("bytes", "sha256"):
+            line = f"{label} {pin['path']} {key}: {pin[key]} pinned, {fact[key]} on the Hub"
+            if pin[key] is None and fact[key] is not None:
+                filled.append(line)
+            elif pin[key] != fact[key]:
+                conflicts.append(line)
+    for line in filled:
+        print(f"  missing   {line}")
+    for line in conflicts:
+        print(f"  CONFLICT  {line}")
+    return filled, conflicts
+
+
+def fill_pins(pins: list[tuple[str, str, dict, list[dict]]], write: bool) -> bool:
+    """Compare entries with the Hub and, asked to, fill what is null; True where files changed.
+
+    pins: (label, kind, entry for `look_up`, its file dicts as they stand in the JSON). A known pin
+    is never overwritten: any conflict raises ArtifactError, and then nothing is filled.
+    """
+    facts, missing, wrong = [], [], []
+    for label, kind, entry, pinned in pins:
+        found = look_up(entry, kind)
+        filled, conflicts = compare_pins(label, pinned, found)
+        missing, wrong = missing + filled, wrong + conflicts
+        facts.append((pinned, found))
+    if wrong:
+        raise ArtifactError(
+            f"{len(wrong)} pins contradict the Hub, first: {wrong[0]}; a known pin is not "
+            "overwritten: find out which is right and edit the file by hand"
+        )
+    if not missing:
+        print("every pin is known and agrees with the Hub")
+    elif not write:
+        print(f"{len(missing)} values are missing; to fill them in add --write")
+    else:
+        for pinned, found in facts:
+            for pin, fact in zip(pinned, found, strict=True):
+                pin.update({k: v for k, v in fact.items() if pin[k] is None})
+    return bool(missing) and write

@@ -27,9 +27,11 @@ from artifacts import (
     stage_digest,
     write_json,
 )
-from hub import fetch_source
+from dedup import Exclusions, add_exclusion_flags, exclusion_hashes
+from gate import Gate
+from hub import check_split, fetch_source, fill_pins
 from prompts import load_tokenizer, prompt_token_ids
-from records import PROMPT_SCHEMA, Gate, read_source, source_record, write_records
+from records import PROMPT_SCHEMA, read_source, source_record, write_records
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -58,7 +60,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="P",
         help="share of prompts held out by a hash of their text (default: %(default)s)",
     )
+    add_exclusion_flags(parser)
     parser.add_argument("--force", action="store_true", help="replace an earlier result")
+    parser.add_argument(
+        "--pin",
+        action="store_true",
+        help="compare data_manifest.json with the Hub at the pinned revisions; prepare nothing",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="with --pin: fill in what is null, overwrite nothing"
+    )
     return parse_profile_args(parser, argv, max_prompt_tokens=512, holdout_percent=10.0)
 
 
@@ -81,14 +92,38 @@ def base_records(profile: Profile, args: argparse.Namespace, gate: Gate) -> Iter
             for number, row in gate.see(rows):
                 if chosen is not None and number not in chosen:
                     gate.drop("not_sampled")
-                elif row is None:
+                    continue
+                if row is None:
                     gate.drop("no_usable_prompt")
-                elif gate.admit(row.messages):
-                    yield source_record(source, number, row, args.holdout_percent)
+                    continue
+                record = source_record(source, number, row, args.holdout_percent)
+                if gate.admit(row.messages, record["id"]):
+                    yield record
+
+
+def pin(profile: Profile, write: bool) -> None:
+    """Ask the Hub about the files of all sources, those of the extended stage too."""
+    manifest = profile.manifest()
+    pins = []
+    for source in manifest["sources"]:
+        check_split(source)
+        if source["repo"]:
+            file = {"path": source["file"], "bytes": source["bytes"], "sha256": source["sha256"]}
+            entry = {"repo": source["repo"], "revision": source["revision"], "files": [file]}
+            pins.append((source["name"], "dataset", entry, [file]))
+    if fill_pins(pins, write):
+        filled = {name: files[0] for name, _, _, files in pins}
+        for source in manifest["sources"]:
+            facts = filled.get(source["name"], source)
+            source["bytes"], source["sha256"] = facts["bytes"], facts["sha256"]
+        write_json(profile.directory / "data_manifest.json", manifest)
+        print(f"wrote {profile.directory / 'data_manifest.json'}")
 
 
 def main(args: argparse.Namespace) -> None:
     profile = load_profile(args.profile)
+    if args.pin:
+        return pin(profile, args.write)
     command = profile.command("prepare_data")
     base = profile.workspace / "models" / "base"
     stage = Stage(
@@ -101,6 +136,7 @@ def main(args: argparse.Namespace) -> None:
             "max_prompt_tokens": args.max_prompt_tokens,
             "holdout_percent": args.holdout_percent,
             "thinking": profile.architecture["thinking"],
+            "exclude": exclusion_hashes(args),
         },
         inputs={
             "manifest": digest([s for s in profile.manifest()["sources"] if s["stage"] == "base"]),
@@ -111,11 +147,15 @@ def main(args: argparse.Namespace) -> None:
         return
     tokenizer = load_tokenizer(base)
     thinking = profile.architecture["thinking"]
-    gate = Gate(lambda m: len(prompt_token_ids(tokenizer, m, thinking)), args.max_prompt_tokens)
+    gate = Gate(
+        lambda m: len(prompt_token_ids(tokenizer, m, thinking)),
+        args.max_prompt_tokens,
+        Exclusions(args.exclude, args.exclude_columns) if args.exclude else None,
+    )
     with stage.working_directory() as directory:
         records = base_records(profile, args, gate)
         write_records(directory / "prompts.parquet", records, PROMPT_SCHEMA)
-        write_json(directory / "rows.json", gate.accounts)
+        gate.write_report(directory)
         stage.finish(rows=gate.accounts)
     gate.report()
 

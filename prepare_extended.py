@@ -30,13 +30,13 @@ from artifacts import (
     read_stage,
     run_command,
     stage_digest,
-    write_json,
 )
+from dedup import Exclusions, add_exclusion_flags, exclusion_hashes
+from gate import Gate
 from hub import fetch_source
 from prompts import load_tokenizer, prompt_token_ids
 from records import (
     PROMPT_SCHEMA,
-    Gate,
     read_records,
     read_source,
     source_record,
@@ -66,6 +66,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="S",
         help="share of base rows that get one augmentation each (default: %(default)s)",
     )
+    add_exclusion_flags(parser)
     parser.add_argument("--force", action="store_true", help="replace an earlier result")
     return parse_profile_args(parser, argv, bug_repairs=200)
 
@@ -73,7 +74,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def base_rows(base: Path, gate: Gate) -> Iterator[dict]:
     with gate.part("base"):
         for record in gate.see(read_records(base)):
-            if gate.admit(record["messages"]):
+            if gate.admit(record["messages"], record["id"]):
                 yield record
 
 
@@ -87,8 +88,10 @@ def extended_sources(profile: Profile, holdout_percent: float, gate: Gate) -> It
             for number, row in gate.see(rows):
                 if row is None:
                     gate.drop("no_usable_prompt")
-                elif gate.admit(row.messages):
-                    yield source_record(source, number, row, holdout_percent)
+                    continue
+                record = source_record(source, number, row, holdout_percent)
+                if gate.admit(row.messages, record["id"]):
+                    yield record
 
 
 def bug_repairs(args: argparse.Namespace, holdout_percent: float, gate: Gate) -> Iterator[dict]:
@@ -98,9 +101,10 @@ def bug_repairs(args: argparse.Namespace, holdout_percent: float, gate: Gate) ->
     with gate.part("bug_repair"):
         for number, problem in gate.see(enumerate(problems)):
             messages = bugs.to_messages(problem, random.Random(f"{args.seed}/bug/{number}"))
-            if gate.admit(messages):
+            name = f"bug_repair/{problem.kind}/train/{number}"
+            if gate.admit(messages, name, near=False):
                 yield {
-                    "id": f"bug_repair/{problem.kind}/train/{number}",
+                    "id": name,
                     "source": "bug_repair",
                     "messages": messages,
                     "augmentation": None,
@@ -122,7 +126,7 @@ def augmentations(base: Path, args: argparse.Namespace, gate: Gate) -> Iterator[
             messages = augment.augment(kind, parent["messages"], parent["reference"] or "", rng)
             if messages is None:
                 gate.drop(f"{kind}_does_not_apply")
-            elif gate.admit(messages):
+            elif gate.admit(messages, f"{parent['id']}/{kind}", near=False):
                 yield {
                     **parent,  # its split too: an augmentation stays on its row's side
                     "id": f"{parent['id']}/{kind}",
@@ -146,6 +150,7 @@ def main(args: argparse.Namespace) -> None:
             "seed": args.seed,
             "bug_repairs": args.bug_repairs,
             "augment_share": args.augment_share,
+            "exclude": exclusion_hashes(args),
         },
         inputs={
             "manifest": digest(extended),
@@ -156,7 +161,11 @@ def main(args: argparse.Namespace) -> None:
     if stage.is_done(args.force):
         return
     tokenizer, thinking = load_tokenizer(models), profile.architecture["thinking"]
-    gate = Gate(lambda m: len(prompt_token_ids(tokenizer, m, thinking)), made["max_prompt_tokens"])
+    gate = Gate(
+        lambda m: len(prompt_token_ids(tokenizer, m, thinking)),
+        made["max_prompt_tokens"],
+        Exclusions(args.exclude, args.exclude_columns) if args.exclude else None,
+    )
     holdout_percent = made["holdout_percent"]
 
     def records() -> Iterator[dict]:
@@ -167,7 +176,7 @@ def main(args: argparse.Namespace) -> None:
 
     with stage.working_directory() as directory:
         write_records(directory / "prompts.parquet", records(), PROMPT_SCHEMA)
-        write_json(directory / "rows.json", gate.accounts)
+        gate.write_report(directory)
         stage.finish(rows=gate.accounts)
     gate.report()
 

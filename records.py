@@ -6,19 +6,16 @@ schema into messages plus the row's reference answer (None where it has none).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from artifacts import ArtifactError, account
-
-T = TypeVar("T")
+from artifacts import ArtifactError
 
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 
@@ -179,51 +176,6 @@ def source_record(source: dict, number: int, row: Row, holdout_percent: float) -
         "reference": row.reference,
         "split": split_of(row.messages, holdout_percent),
     }
-
-
-class Gate:
-    """Decides which prompts pass, and accounts for those that don't.
-
-    A prompt passes once (exact duplicates after `normalise` are dropped, across all parts) and only
-    up to `max_tokens` tokens. `count(messages)` gives a prompt's length. `accounts` holds, for each
-    finished part, in = kept + dropped by reason.
-    """
-
-    def __init__(self, count: Callable[[list[dict]], int], max_tokens: int):
-        self.count, self.max_tokens = count, max_tokens
-        self.seen: set[bytes] = set()
-        self.accounts: dict[str, dict] = {}
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Rows that `see` and `admit` get inside belong to this part."""
-        self.total, self.kept, self.dropped = 0, 0, {}
-        yield
-        self.accounts[name] = account(self.total, self.kept, self.dropped)
-
-    def see(self, rows: Iterable[T]) -> Iterator[T]:
-        """Count rows as they come in."""
-        for row in rows:
-            self.total += 1
-            yield row
-
-    def drop(self, reason: str) -> bool:
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
-        return False
-
-    def admit(self, messages: list[dict]) -> bool:
-        key = fingerprint(messages)
-        if key in self.seen:
-            return self.drop("duplicate")
-        if self.count(messages) > self.max_tokens:
-            return self.drop("too_long")
-        self.seen.add(key)
-        self.kept += 1
-        return True
-
-    def report(self) -> None:
-        for name, rows in self.accounts.items():
-            print(f"  {name}: {rows['in']} in, {rows['kept']} kept, dropped {rows['dropped']}")
 
 
 def read_labels(directory: Path, split: str, columns: list[str] | None = None) -> list[dict]:

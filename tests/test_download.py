@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 
@@ -55,7 +57,7 @@ def setup(files, tmp_path):
         "labelling_engine": "transformers",
     }
 
-    def run(**changes):
+    def run(*flags, limit=None, **changes):
         text = json.dumps(architecture | changes)
         (profile / "architecture.json").write_text(text)
         environment = os.environ | {
@@ -66,7 +68,19 @@ def setup(files, tmp_path):
             "WORKSPACE": str(tmp_path / "workspace"),
         }
         command = [sys.executable, str(ROOT / "download_models.py"), "--profile", str(profile)]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+        def full_disk():
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+        return subprocess.run(
+            [*command, *flags],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            preexec_fn=full_disk if limit else None,
+        )
 
     with serve_hub(repos) as hub:
         yield hub, architecture, run, tmp_path / "workspace" / "remote" / "models"
@@ -136,3 +150,55 @@ def test_a_broken_transfer_is_mended(setup, files):
     assert result.returncode == 0, result.stderr
     assert (models / "base" / "model.safetensors").read_bytes() == files[1]["model.safetensors"]
     assert hub.fetched("test/base/resolve/" + REVISION + "/model.safetensors") >= 2
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing_that_looks_whole(setup, files):
+    """A limit on file size stands in for it: writes beyond it fail as they do on a full disk."""
+    _, _, run, models = setup
+    line = last_line(run(limit=60_000))
+    assert "run the same command again" in line
+    assert not (models / "base").exists()
+    result = run()
+    assert result.returncode == 0, result.stderr
+    assert (models / "base" / "model.safetensors").read_bytes() == files[1]["model.safetensors"]
+
+
+def unpinned(architecture, **known):
+    """The base's entry with null pins, but for what `known` states of config.json."""
+    files = [
+        {"path": f["path"], "bytes": None, "sha256": None} for f in architecture["base"]["files"]
+    ]
+    for file in files:
+        if file["path"] == "config.json":
+            file.update(known)
+    return architecture["base"] | {"files": files}
+
+
+def test_pinning_shows_first_writes_when_asked_and_fills_lfs_and_plain_files(setup, tmp_path):
+    _, architecture, run, models = setup
+    path = tmp_path / "remote" / "architecture.json"
+    base = unpinned(architecture)
+    assert "no sha256 is pinned" in last_line(run(base=base))
+    shown = run("--pin", base=base)
+    assert shown.returncode == 0, shown.stderr
+    assert "missing   base model.safetensors sha256" in shown.stdout
+    assert "add --write" in shown.stdout
+    assert json.loads(path.read_text())["base"] == base, "written without being asked"
+    written = run("--pin", "--write", base=base)
+    assert written.returncode == 0, written.stderr
+    assert json.loads(path.read_text())["base"]["files"] == architecture["base"]["files"]
+    assert not (models / "base").exists()
+
+
+def test_pinning_never_overwrites_a_known_pin(setup, tmp_path):
+    _, architecture, run, _ = setup
+    path = tmp_path / "remote" / "architecture.json"
+    base = unpinned(architecture, sha256="0" * 64)
+    line = last_line(run("--pin", "--write", base=base))
+    assert "config.json sha256: " + "0" * 64 in line and "not overwritten" in line
+    assert json.loads(path.read_text())["base"] == base, "filled in beside a contradiction"
+
+
+def test_every_pin_that_agrees_is_said_to_agree(setup):
+    _, _, run, _ = setup
+    assert "every pin is known and agrees" in run("--pin").stdout

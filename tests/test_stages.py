@@ -288,6 +288,53 @@ def test_labelling_killed_half_way_ends_with_the_same_labels(profile, chain, tmp
     assert all((done / n).stat().st_mtime_ns == t for n, t in kept.items()), "computed again"
 
 
+def test_parts_from_two_machines_merge_into_the_whole(profile, chain, tmp_path):
+    """The same labels, in the same order, as one machine's; nothing twice, nothing lost."""
+    workspace = linked_workspace(chain, tmp_path, "models", "data")
+    flags = (*LABEL, "--logprobs", "5")
+    succeed("generate_teacher", profile, tmp_path, *flags, "--shard", "0/2")
+    missing = run_stage("generate_teacher", profile, tmp_path, *flags, "--merge", "2")
+    assert "labels.1-of-2 is missing" in missing.stderr
+    other = ("--engine", "transformers", "--max-output-tokens", "23", "--shard-size", "16")
+    succeed("generate_teacher", profile, tmp_path, *other, "--logprobs", "5", "--shard", "1/2")
+    mixed = run_stage("generate_teacher", profile, tmp_path, *flags, "--merge", "2")
+    assert "was made differently (arguments.max_output_tokens: 23 there, 24 now)" in mixed.stderr
+    assert not (workspace / "labels").exists()
+    succeed("generate_teacher", profile, tmp_path, *flags, "--shard", "1/2", "--force")
+    succeed("generate_teacher", profile, tmp_path, *flags, "--merge", "2")
+    for split in ("train", "holdout", "diagnostic"):
+        whole, merged = (
+            read_labels(chain / "labels", split),
+            read_labels(workspace / "labels", split),
+        )
+        assert [r["id"] for r in merged] == [r["id"] for r in whole]
+        same = sum(
+            a["output_token_ids"] == b["output_token_ids"]
+            for a, b in zip(whole, merged, strict=True)
+        )
+        assert same >= len(whole) - 2  # other batches may round a near-tie the other way
+    assert read_stage(workspace / "labels", "")["rows"] == read_stage(chain / "labels", "")["rows"]
+
+
+def test_data_parallel_workers_give_the_labels_of_one(profile, chain, tmp_path):
+    workspace = linked_workspace(chain, tmp_path, "models", "data")
+    flags = (*LABEL, "--logprobs", "5")
+    succeed("generate_teacher", profile, tmp_path, *flags, "--data-parallel", "2")
+    assert outputs(workspace / "labels") == outputs(chain / "labels")
+
+
+def test_self_agreement_compares_another_batch_shape(profile, chain, tmp_path):
+    workspace = linked_workspace(chain, tmp_path, "models", "data", "labels")
+    out = succeed("generate_teacher", profile, tmp_path, *LABEL, "--self-agreement", "12")
+    results = json.loads(out.strip().splitlines()[-1])
+    assert results["prompts"] == 12
+    parted = results["parted_at_a_near_tie"] + results["parted_otherwise"]
+    assert results["identical"] + parted == 12
+    assert results["parted_otherwise"] == 0
+    assert results["identical"] >= 10
+    assert (workspace / "self_agreement" / "results.json").is_file()
+
+
 def test_training_killed_half_way_ends_with_the_same_bytes(profile, chain, tmp_path):
     workspace = linked_workspace(chain, tmp_path, "models", "labels")
     process = start("train", profile, tmp_path, *TRAIN, "--save-every", "2")
