@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -158,3 +161,26 @@ def succeed(stage: str, profile: str | Path, workspace: Path, *flags: str) -> st
     result = run_stage(stage, profile, workspace, *flags)
     assert result.returncode == 0, f"{stage} failed:\n{result.stdout}\n{result.stderr}"
     return result.stdout
+
+
+def start_stage(
+    stage: str, profile: str | Path, workspace: Path, *flags: str, python: str = sys.executable
+) -> subprocess.Popen:
+    """Start a stage that the test will kill."""
+    return subprocess.Popen(
+        [python, str(ROOT / f"{stage}.py"), "--profile", str(profile), *flags],
+        env=environment(workspace),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def kill_when(process: subprocess.Popen, condition: Callable[[], bool]) -> None:
+    """SIGKILL as soon as `condition` holds; fails the test where the stage ends first."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, "the stage ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pyarrow.parquet as pq
 import pytest
 from profiles import (
     TOKENIZER,
-    environment,
+    kill_when,
     make_random_profile,
     run_stage,
     source_entry,
+    start_stage,
     succeed,
     write_manifest,
 )
@@ -241,27 +237,6 @@ def test_one_wrong_byte_in_an_input_is_found_before_use(profile, chain, stage, f
     assert path.name in result.stderr and "sha256" in result.stderr and "run: " in result.stderr
 
 
-def start(stage, profile, workspace, *flags):
-    command = [sys.executable, str(ROOT / f"{stage}.py"), "--profile", str(profile), *flags]
-    return subprocess.Popen(
-        command,
-        env=environment(workspace),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def kill_when(process, condition):
-    """SIGKILL as soon as `condition` holds; fails the test where the stage ends first."""
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, "the stage ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def linked_workspace(chain, tmp_path, *parts):
     """A new workspace that shares some finished parts with the chain's."""
     workspace = tmp_path / "small"
@@ -273,7 +248,7 @@ def linked_workspace(chain, tmp_path, *parts):
 
 def test_labelling_killed_half_way_ends_with_the_same_labels(profile, chain, tmp_path):
     workspace = linked_workspace(chain, tmp_path, "models", "data")
-    process = start("generate_teacher", profile, tmp_path, *LABEL, "--logprobs", "5")
+    process = start_stage("generate_teacher", profile, tmp_path, *LABEL, "--logprobs", "5")
     shards = workspace / "labels.partial" / "train"
     kill_when(process, lambda: (shards / "00001.parquet").exists())
     kept = {p.name: p.stat().st_mtime_ns for p in shards.glob("*.parquet")}
@@ -337,7 +312,7 @@ def test_self_agreement_compares_another_batch_shape(profile, chain, tmp_path):
 
 def test_training_killed_half_way_ends_with_the_same_bytes(profile, chain, tmp_path):
     workspace = linked_workspace(chain, tmp_path, "models", "labels")
-    process = start("train", profile, tmp_path, *TRAIN, "--save-every", "2")
+    process = start_stage("train", profile, tmp_path, *TRAIN, "--save-every", "2")
     partial = workspace / "runs" / "distilled.partial"
 
     def past_a_checkpoint():

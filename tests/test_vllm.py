@@ -1,4 +1,5 @@
-"""The labelling engine of the real pair, run for real: vLLM on the CPU beside transformers."""
+"""The labelling engine of the real pair, run for real: vLLM on the CPU beside transformers, killed
+once in the middle."""
 
 from __future__ import annotations
 
@@ -6,20 +7,20 @@ import json
 import shutil
 
 import pytest
-from profiles import run_stage, succeed
+from profiles import kill_when, run_stage, start_stage, succeed
 
 from artifacts import ROOT
 from records import read_labels
 
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-FLAGS = ("--limit", "96", "--logprobs", "5", "--max-output-tokens", "64", "--force")
+FLAGS = ("--limit", "96", "--logprobs", "5", "--max-output-tokens", "64", "--shard-size", "32")
 # Two kernels may round a near-tie the other way; above this log-probability margin they may not.
 NEAR_TIE = 1e-3
 
 pytestmark = pytest.mark.vllm
 
 
-def test_vllm_labels_equal_those_of_transformers(tmp_path, monkeypatch, record_property):
+def test_vllm_labels_equal_those_of_transformers(tmp_path, monkeypatch):
     assert PYTHON.exists(), "the vLLM environment is missing; run ./test.sh, which builds it"
     workspace = tmp_path / "tiny"
     for stage in ("download_models", "prepare_data", "prepare_extended"):
@@ -33,8 +34,14 @@ def test_vllm_labels_equal_those_of_transformers(tmp_path, monkeypatch, record_p
     }.items():
         monkeypatch.setenv(name, value)
     flags = (*FLAGS, "--engine", "vllm")
+    first = workspace / "labels.partial" / "train" / "00000.parquet"
+    process = start_stage("generate_teacher", "tiny", tmp_path, *flags, python=str(PYTHON))
+    kill_when(process, first.exists)
+    kept = first.stat().st_mtime_ns
     result = run_stage("generate_teacher", "tiny", tmp_path, *flags, python=str(PYTHON))
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    finished = workspace / "labels" / "train" / "00000.parquet"
+    assert finished.stat().st_mtime_ns == kept, "a finished shard was labelled again"
     record = json.loads((workspace / "labels/stage.json").read_text())
     assert record["arguments"]["engine"] == "vllm"
 
