@@ -54,16 +54,19 @@ class Gate:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
         return False
 
-    def admit(self, messages: list[dict], name: str, near: bool = True) -> bool:
+    def admit(
+        self, messages: list[dict], name: str, near: bool = True, measure: bool = True
+    ) -> bool:
         """Whether a prompt passes. name: its id, for reports.
 
         near: drop near-duplicates too. Off for what repeats others by design: augmentations of a
         row, and problems that come from templates; those are not remembered either.
+        measure: count its tokens. Off for prompts that passed a gate before.
         """
         key = fingerprint(messages)
         if key in self.seen:
             return self.drop("duplicate")
-        if self.count(messages) > self.max_tokens:
+        if measure and self.count(messages) > self.max_tokens:
             return self.drop("too_long")
         if near or self.exclusions is not None:
             words = word_list(normalise(messages))

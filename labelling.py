@@ -33,7 +33,9 @@ class TransformersEngine:
     """Batched `generate`, for small teachers and as a cross-check; left-padded, longest first."""
 
     def __init__(self, model: Path, eos: list[int], max_tokens: int, top_k: int, batch_size: int):
-        from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers import AutoModelForCausalLM, GenerationConfig, logging
+
+        logging.disable_progress_bar()
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32

@@ -17,6 +17,9 @@ case "$profile" in
 esac
 port="${PORT:-8000}"
 
+# In a log file a progress bar is a line every few seconds, not thousands.
+[ -t 2 ] || export TQDM_MININTERVAL=20
+
 source ./environment.sh
 make_environment .venv "$requirements"
 began=$SECONDS
