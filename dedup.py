@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -28,14 +30,23 @@ SHINGLE_WORDS = 3
 NGRAM_WORDS = 13
 
 
+# Thai, Lao, Myanmar, Khmer; Han, Kana and their neighbours.
+UNSPACED = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\ua4cf\uf900-\ufaff\U00020000-\U0003ffff]"
+)
 SCHEME = "affine32"
 # Drawn once: drawing them takes longer than a signature.
 HASHES = MinHash(PERMUTATIONS, seed=1, scheme=SCHEME).permutations
 
 
 def word_list(text: str) -> list[str]:
-    """Words of a normalised text: runs of letters and digits, as lower case."""
-    return "".join(c if c.isalnum() else " " for c in text.casefold()).split()
+    """Words of a text as they are compared: NFKC, lower case, runs of letters and digits.
+
+    Scripts that write no spaces give a word for each character.
+    """
+    text = unicodedata.normalize("NFKC", text).casefold()
+    spaced = (f" {c} " if UNSPACED.match(c) else c if c.isalnum() else " " for c in text)
+    return "".join(spaced).split()
 
 
 def windows(words: list[str], size: int) -> Iterator[str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from artifacts import account, write_atomic
-from dedup import Exclusions, NearDuplicates, signature, word_list
-from records import fingerprint, normalise
+from dedup import Exclusions, Match, NearDuplicates, signature, word_list
+from records import fingerprint
 
 T = TypeVar("T")
 
@@ -68,20 +68,27 @@ class Gate:
             return self.drop("duplicate")
         if measure and self.count(messages) > self.max_tokens:
             return self.drop("too_long")
-        if near or self.exclusions is not None:
-            words = word_list(normalise(messages))
-            minhash = signature(words)
-            found = self.exclusions.match(words, minhash) if self.exclusions else None
-            if found is not None:
-                self.excluded.append({"id": name, "reason": found.reason, "repeats": found.found})
-                return self.drop(f"contaminated_{found.reason}")
-            if near:
-                if self.near.find(minhash) is not None:
-                    return self.drop("near_duplicate")
-                self.near.add(minhash, name)
+        found = self.contamination(messages)
+        if found is not None:
+            self.excluded.append({"id": name, "reason": found.reason, "repeats": found.found})
+            return self.drop(f"contaminated_{found.reason}")
+        if near:
+            minhash = signature(word_list(" ".join(m["content"] for m in messages)))
+            if self.near.find(minhash) is not None:
+                return self.drop("near_duplicate")
+            self.near.add(minhash, name)
         self.seen.add(key)
         self.kept += 1
         return True
+
+    def contamination(self, messages: list[dict]) -> Match | None:
+        """What any turn shares with an evaluation prompt; turn by turn, since a short evaluation
+        prompt within a long conversation is not near to the whole of it."""
+        if self.exclusions is None:
+            return None
+        turns = (word_list(m["content"]) for m in messages)
+        matches = (self.exclusions.match(words, signature(words)) for words in turns if words)
+        return next((match for match in matches if match is not None), None)
 
     def write_report(self, directory: Path) -> None:
         """rows.json (the accounts) and excluded.jsonl (what was contaminated, and by what)."""

@@ -111,6 +111,15 @@ def test_an_evaluation_file_that_is_not_one_is_named(tmp_path, name, rows, messa
         list(read_texts(path, ["prompt"]))
 
 
+def test_scripts_without_spaces_are_compared_by_character(tmp_path):
+    question = "請問這個城市裡總共有多少座橋樑和隧道呢"
+    path = write(tmp_path, "e.jsonl", [{"prompt": question}])
+    exclusions = Exclusions([path], ["prompt"])
+    words = word_list("你好。" + question[:15] + "？謝謝你的回答")
+    assert exclusions.match(words, signature(words)).reason == "ngram"
+    assert word_list("ﬁne Ａ１") == ["fine", "a1"], "compatibility forms are the same letters"
+
+
 def user(text):
     return [{"role": "user", "content": text}]
 
@@ -135,6 +144,10 @@ def test_the_gate_accounts_for_each_reason(tmp_path):
     gate.write_report(tmp_path)
     report = [json.loads(line) for line in (tmp_path / "excluded.jsonl").read_text().splitlines()]
     assert report == [{"id": "e", "reason": "ngram", "repeats": "e.jsonl:0"}]
+    within = [*user("Hello there"), {"role": "assistant", "content": " ".join(WORDS[300:330])}]
+    with gate.part("turns"):
+        gate.total += 1
+        assert not gate.admit([*within, *user("go on")], "g"), "an earlier turn is looked at too"
     with gate.part("augmented"):
         near = [n for n, text in gate.see([rows[2]]) if gate.admit(user(text), n, near=False)]
     assert near == ["c"], "augmentations repeat their row by design"
