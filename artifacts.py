@@ -17,8 +17,12 @@ import fcntl
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
+import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -110,7 +114,7 @@ class Profile:
     @property
     def flag(self) -> str:
         """The flag to add to a command that is named in an error."""
-        return "" if self.name == "qwen3" else f" --profile {self.name}"
+        return "" if self.name == "qwen3" else f" --profile {shlex.quote(self.name)}"
 
     def command(self, stage: str) -> str:
         return f"python {stage}.py{self.flag}"
@@ -147,11 +151,13 @@ def load_profile(name: str) -> Profile:
 def parse_profile_args(
     parser: argparse.ArgumentParser, argv: list[str] | None, **tiny: Any
 ) -> argparse.Namespace:
-    """Add `--profile` and parse; with the tiny profile, `tiny` replaces defaults of those names.
+    """Add `--profile` and parse; for a small pair, `tiny` replaces defaults of those names.
 
     Sizes that suit an 8B teacher don't suit a pair that runs on a laptop; they still have one home,
-    the function that calls this as its last step.
+    the function that calls this as its last step. A pair is small where its architecture.json says
+    that transformers labels it: the embedded one, and any profile of that kind elsewhere.
     """
+    parser.allow_abbrev = False  # or `--prof tiny` would run tiny with the real pair's sizes
     parser.add_argument(
         "--profile",
         default="qwen3",
@@ -161,10 +167,54 @@ def parse_profile_args(
     )
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--profile", default="qwen3")
-    if early.parse_known_args(argv)[0].profile == "tiny":
+    if is_small(early.parse_known_args(argv)[0].profile):
         # After the arguments: add_argument's own default would win over an earlier one.
         parser.set_defaults(**tiny)
     return parser.parse_args(argv)
+
+
+def is_small(name: str) -> bool:
+    """Whether a profile's labelling engine is transformers; False where it can't be read."""
+    try:
+        return load_profile(name).architecture["labelling_engine"] == "transformers"
+    except ArtifactError:
+        return False  # the stage itself says what is wrong with it
+
+
+def positive(text: str) -> int:
+    """argparse type: a whole number from 1 on."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def not_negative(text: str) -> int:
+    """argparse type: a whole number from 0 on."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
+
+
+def number_between(low: float, high: float) -> Callable[[str], float]:
+    """argparse type: a finite number in low..high."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or math.isinf(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number in {low:g}..{high:g}")
+        return value
+
+    return parse
+
+
+def plain_name(text: str) -> str:
+    """argparse type: a name for a directory in the workspace, not a path."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text) or text.endswith(".partial"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a plain name")
+    return text
 
 
 def run_command(
@@ -172,12 +222,21 @@ def run_command(
     parse_args: Callable[[list[str] | None], argparse.Namespace],
     argv: list[str] | None = None,
 ) -> int:
-    """Run a stage's main; an ArtifactError becomes one line on stderr and exit status 1."""
+    """Run a stage's main; an ArtifactError becomes one line on stderr and exit status 1.
+
+    So does what the operating system refuses: a full disk, a path that can't be written. SIGTERM
+    unwinds like an exit, so that what a stage started ends with it.
+    """
     args = parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         return main(args) or 0
     except ArtifactError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; run the same command again to go on", file=sys.stderr)
@@ -207,9 +266,20 @@ def git_commit() -> str | None:
     return head.stdout.strip() + ("+" if dirty.stdout else "") if head.returncode == 0 else None
 
 
+# In a stage's directory, but not made by it: its record, the marker of an unfinished run, and what
+# a run needs only to go on. A write that was killed leaves a name that starts with a dot.
+NO_OUTPUT = ("stage.json", "started.json", "state.pt")
+
+
+def own_command() -> str:
+    """The command that is running, as a person would type it, without `--force`."""
+    words = [Path(sys.argv[0]).name, *(word for word in sys.argv[1:] if word != "--force")]
+    return f"python {shlex.join(words)}"
+
+
 def list_outputs(directory: Path) -> dict[str, dict]:
     """`{relative path: {"bytes", "sha256"}}` of every file but `stage.json`, sorted."""
-    files = sorted(p for p in directory.rglob("*") if p.is_file() and p.name != "stage.json")
+    files = sorted(p for p in directory.rglob("*") if p.is_file() and p.name not in NO_OUTPUT)
     return {
         str(p.relative_to(directory)): {"bytes": p.stat().st_size, "sha256": sha256_file(p)}
         for p in files
@@ -227,6 +297,9 @@ def read_stage(directory: Path, command: str, verify: bool = True) -> dict:
         state = "was not finished" if partial.exists() else "is missing"
         raise ArtifactError(f"{directory} {state}; run: {command}")
     record = read_json(directory / "stage.json", f"run: {command} --force")
+    known = isinstance(record, dict) and {"outputs", "arguments", "inputs"} <= set(record)
+    if not known and (not isinstance(record, dict) or record.get("format") == STAGE_FORMAT):
+        raise ArtifactError(f"{directory}/stage.json is not a stage record; run: {command} --force")
     if record.get("format") != STAGE_FORMAT:
         raise ArtifactError(
             f"{directory}: stage format {record.get('format')!r}, this code reads {STAGE_FORMAT}; "
@@ -279,7 +352,11 @@ class Stage:
 
         Raises ArtifactError where it was made with other arguments or inputs and `force` is off.
         """
-        if force or not self.directory.exists():
+        self._recover()
+        if not self.directory.exists():
+            return False
+        self._check_owner()
+        if force:
             return False
         record = read_stage(self.directory, self.command)
         changed = differences({k: record.get(k) for k in ("arguments", "inputs")}, self.identity)
@@ -290,6 +367,38 @@ class Stage:
             )
         print(f"{self.name}: {self.directory} is up to date")
         return True
+
+    def _check_owner(self) -> None:
+        """Never replace what another stage made, whatever the flags say."""
+        path = self.directory / "stage.json"
+        if not path.is_file():
+            return
+        record = read_json(path, f"remove {self.directory} if it is of no use")
+        maker = record.get("stage") if isinstance(record, dict) else None
+        if maker not in (None, self.name):
+            raise ArtifactError(f"{self.directory} was made by {maker}; take another name")
+
+    def _recover(self) -> None:
+        """Complete what a kill between the last writes and renames of `finish` left."""
+        if not self.directory.exists() and self._replaced.exists():
+            os.rename(self._replaced, self.directory)
+        if (self.partial / "stage.json").is_file():
+            record = read_json(self.partial / "stage.json", f"remove {self.partial}")
+            if {k: record.get(k) for k in ("arguments", "inputs")} == self.identity:
+                self._put_in_place()
+
+    @property
+    def _replaced(self) -> Path:
+        return self.directory.with_name(self.directory.name + ".replaced")
+
+    def _put_in_place(self) -> None:
+        for name in NO_OUTPUT[1:]:
+            (self.partial / name).unlink(missing_ok=True)
+        shutil.rmtree(self._replaced, ignore_errors=True)
+        if self.directory.exists():
+            os.rename(self.directory, self._replaced)
+        os.rename(self.partial, self.directory)
+        shutil.rmtree(self._replaced, ignore_errors=True)
 
     @contextlib.contextmanager
     def working_directory(self, resume: bool = False, force: bool = False) -> Iterator[Path]:
@@ -325,7 +434,8 @@ class Stage:
 
     def finish(self, rows: dict | None = None, results: dict | None = None) -> dict:
         """Write `stage.json`, then put the directory in place by a rename. Returns the record."""
-        (self.partial / "started.json").unlink()
+        for leftover in self.partial.rglob(".*.tmp"):
+            leftover.unlink()
         record = {
             "format": STAGE_FORMAT,
             "stage": self.name,
@@ -340,12 +450,7 @@ class Stage:
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         write_json(self.partial / "stage.json", record)
-        replaced = self.directory.with_name(self.directory.name + ".replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        if self.directory.exists():
-            os.rename(self.directory, replaced)
-        os.rename(self.partial, self.directory)
-        shutil.rmtree(replaced, ignore_errors=True)
+        self._put_in_place()
         print(f"{self.name}: wrote {self.directory} in {record['wall_seconds']:.1f} s")
         return record
 

@@ -33,14 +33,17 @@ class Reply(NamedTuple):
 class DraftClient:
     def __init__(self, url: str):
         self.url = url.rstrip("/")
-        self.http = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+        try:
+            self.http = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+        except httpx.InvalidURL as error:
+            raise ArtifactError(f"{url!r} is not a URL: {error}") from None
 
     def get(self, path: str) -> dict:
         try:
             response = self.http.get(path)
             response.raise_for_status()
             return response.json()
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise ArtifactError(f"{self.url}{path}: {error}; is ./serve.sh running?") from None
 
     def draft(self, token_ids: list[int], **options) -> Reply:

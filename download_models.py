@@ -20,6 +20,7 @@ from artifacts import (
     Stage,
     digest,
     load_profile,
+    own_command,
     parse_profile_args,
     run_command,
     write_json,
@@ -75,7 +76,7 @@ def main(args: argparse.Namespace) -> None:
         stage = Stage(
             name=f"download_models ({which})",
             directory=profile.workspace / "models" / which,
-            command=profile.command("download_models"),
+            command=own_command(),
             arguments={},
             inputs={which: digest(entry)},
         )

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import statistics
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tqdm import tqdm
 
@@ -28,7 +30,10 @@ from artifacts import (
     Profile,
     Stage,
     load_profile,
+    number_between,
+    own_command,
     parse_profile_args,
+    positive,
     read_stage,
     run_command,
     stage_digest,
@@ -38,6 +43,9 @@ from client import DraftClient, Reply, serve
 from contract import read_contract
 from prompts import load_tokenizer, prompt_token_ids
 from records import read_labels
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 EXPORTS = {"base": "export-base-bf16", "distilled": "export-distilled-bf16", "quantised": "export"}
 MAKE = {"base": " --run base --codec bf16", "distilled": " --codec bf16", "quantised": ""}
@@ -66,21 +74,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--split", choices=["holdout", "diagnostic"], default="holdout")
     parser.add_argument(
         "--records",
-        type=int,
+        type=positive,
         default=200,
         metavar="N",
         help="labels to draft along, the first N of the split (default: %(default)s)",
     )
     parser.add_argument(
         "--target-step-ms",
-        type=float,
+        type=number_between(0.001, 1e6),
         metavar="MS",
         help="time of one verifying step of the target; adds net speed-up and the draft length "
         "that pays best (an 8B target on one H200: about 5.4)",
     )
     parser.add_argument(
         "--require-ratio",
-        type=float,
+        type=number_between(0, 1000),
         metavar="R",
         help="end with an error unless the quantised draft is accepted at least R times as long "
         "as the base",
@@ -92,13 +100,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 class Round(NamedTuple):
-    """One draft and its verification. asked: tokens asked for; judged: how many of the drafted
-    ones the label still covers; accepted: how many of those agree, from the first on."""
+    """One draft and its verification. asked: tokens asked for; accepted: how many of the drafted
+    ones agree, from the first on; gained: those and the target's own next token, where one follows.
+    """
 
     asked: int
     drafted: int
-    judged: int
     accepted: int
+    gained: int
     reply: Reply
 
 
@@ -123,7 +132,8 @@ def draft_rounds(client: DraftClient, label: dict, max_tokens: int, contract: st
         reply = client.draft(prompt + truth[:done], max_tokens=asked, contract=contract)
         draft = reply.body["draft_token_ids"]
         accepted = matching(draft, truth[done:])
-        rounds.append(Round(asked, len(draft), min(len(draft), len(truth) - done), accepted, reply))
+        gained = min(accepted + 1, len(truth) - done)
+        rounds.append(Round(asked, len(draft), accepted, gained, reply))
         done += accepted + 1
     return rounds
 
@@ -147,7 +157,9 @@ def summarise(rounds: list[Round], seconds: float, max_tokens: int) -> dict:
     return {
         "rounds": len(rounds),
         "mean_accepted": statistics.fmean(accepted),
-        "tokens_per_round": statistics.fmean(accepted) + 1,
+        "tokens_per_round": statistics.fmean(r.gained for r in rounds),
+        "full_length_rounds": len(full),
+        "mean_accepted_full_length": statistics.fmean(r.accepted for r in full) if full else None,
         "acceptance_at": at,
         "fully_accepted": statistics.fmean(r.accepted == r.asked for r in rounds),
         "requests_per_second": len(rounds) / seconds,
@@ -162,7 +174,7 @@ def summarise(rounds: list[Round], seconds: float, max_tokens: int) -> dict:
 
 def percentile(ordered: list[float], share: float) -> float:
     """Nearest-rank percentile of sorted values."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def net_speedup(figures: dict, target_step_ms: float) -> dict:
@@ -211,7 +223,7 @@ def measure(
 
 ROWS = (
     ("mean_accepted", "accepted tokens a round", "{:.2f}"),
-    ("tokens_per_round", "accepted tokens + 1", "{:.2f}"),
+    ("tokens_per_round", "  with the target's own next token", "{:.2f}"),
     ("fully_accepted", "rounds fully accepted", "{:.1%}"),
     ("rounds", "rounds", "{:d}"),
     ("requests_per_second", "requests/s", "{:.1f}"),
@@ -247,12 +259,20 @@ def print_table(results: dict[str, dict], split: str, labels: int) -> None:
             )
 
 
-def show_draft(client: DraftClient, tokenizer, prompt: list[int], truth: list[int] | None) -> None:
+def show_draft(
+    client: DraftClient,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: list[int],
+    truth: list[int] | None,
+    contract: str,
+) -> None:
     """One draft as a person sees it: text, probabilities, and the teacher's words beside it."""
     max_tokens = client.get("/info")["limits"]["draft_tokens"]
     body = {"token_ids": prompt, "max_tokens": max_tokens, "return_probabilities": True}
     print(f"curl -s {client.url}/draft -H 'content-type: application/json' -d '{json.dumps(body)}'")
-    reply = client.draft(prompt, max_tokens=max_tokens, return_probabilities=True)
+    reply = client.draft(
+        prompt, max_tokens=max_tokens, return_probabilities=True, contract=contract
+    )
     draft = reply.body["draft_token_ids"]
     print(json.dumps(reply.body))
     print(f"\nprompt   {tokenizer.decode(prompt)!r}")
@@ -295,18 +315,21 @@ def export_directory(profile: Profile, name: str) -> Path:
 def run_once(args: argparse.Namespace, profile: Profile) -> None:
     export = export_directory(profile, "quantised")
     tokenizer = load_tokenizer(export)
+    contract = read_contract(export)["fingerprint"]
     truth = None
     if args.text is not None:
-        messages = [{"role": "user", "content": args.text}]
+        # What the shell passes may not be text; the tokenizer takes nothing else.
+        text = os.fsencode(args.text).decode(errors="replace")
+        messages = [{"role": "user", "content": text}]
         prompt = prompt_token_ids(tokenizer, messages, profile.architecture["thinking"])
     else:
         label = load_labels(profile, args.split, 1)[0]
         prompt, truth = label["prompt_token_ids"], label["output_token_ids"]
     if args.url:
-        show_draft(DraftClient(args.url), tokenizer, prompt, truth)
+        show_draft(DraftClient(args.url), tokenizer, prompt, truth, contract)
     else:
         with serve(export) as client:
-            show_draft(client, tokenizer, prompt, truth)
+            show_draft(client, tokenizer, prompt, truth, contract)
 
 
 def load_labels(profile: Profile, split: str, count: int) -> list[dict]:
@@ -323,10 +346,10 @@ def load_labels(profile: Profile, split: str, count: int) -> list[dict]:
 
 def main(args: argparse.Namespace) -> None:
     profile = load_profile(args.profile)
-    command = profile.command("generate_teacher")
-    label_digest = stage_digest(profile.workspace / "labels", command)
     if args.text is not None or args.example:
         return run_once(args, profile)
+    command = profile.command("generate_teacher")
+    label_digest = stage_digest(profile.workspace / "labels", command)
     labels = load_labels(profile, args.split, args.records)
     contracts = {
         name: read_contract(export_directory(profile, name))["fingerprint"] for name in args.models
@@ -334,7 +357,7 @@ def main(args: argparse.Namespace) -> None:
     stage = Stage(
         name="evaluate",
         directory=profile.workspace / "evaluation",
-        command=profile.command("evaluate"),
+        command=own_command(),
         arguments={
             "split": args.split,
             "records": args.records,

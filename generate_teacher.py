@@ -38,7 +38,10 @@ from artifacts import (
     account,
     differences,
     load_profile,
+    not_negative,
+    own_command,
     parse_profile_args,
+    positive,
     read_stage,
     run_command,
     stage_digest,
@@ -67,7 +70,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--max-output-tokens",
-        type=int,
+        type=positive,
         default=1024,
         metavar="N",
         help="longer answers are cut and marked finish_reason length (default: %(default)s)",
@@ -81,39 +84,39 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="also store the K best log-probabilities a position, 0..20 (default: 0)",
     )
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="label only the first N prompts (default: all)"
+        "--limit", type=positive, metavar="N", help="label only the first N prompts (default: all)"
     )
     parser.add_argument(
         "--diagnostic",
-        type=int,
+        type=not_negative,
         default=256,
         metavar="N",
         help="train records repeated as the diagnostic set (default: %(default)s)",
     )
     parser.add_argument(
         "--shard-size",
-        type=int,
+        type=positive,
         default=4096,
         metavar="N",
         help="prompts a shard: what a crash can lose (default: %(default)s)",
     )
     parser.add_argument(
         "--batch-size",
-        type=int,
+        type=positive,
         default=64,
         metavar="N",
         help="prompts a batch of the transformers engine (default: %(default)s)",
     )
     parser.add_argument(
         "--tensor-parallel",
-        type=int,
+        type=positive,
         default=1,
         metavar="N",
         help="GPUs that vLLM splits the teacher over (default: 1)",
     )
     parser.add_argument(
         "--data-parallel",
-        type=int,
+        type=positive,
         default=1,
         metavar="N",
         help="processes that each run a teacher on GPUs of their own (default: 1)",
@@ -125,11 +128,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="label only part I (0..N-1) of N, into labels.I-of-N, on one of N machines",
     )
     parser.add_argument(
-        "--merge", type=int, metavar="N", help="put N parts together into labels; labels nothing"
+        "--merge",
+        type=positive,
+        metavar="N",
+        help="put N parts together into labels; labels nothing",
     )
     parser.add_argument(
         "--self-agreement",
-        type=int,
+        type=positive,
         metavar="N",
         help="label the first N train prompts once more, one at a time, and compare",
     )
@@ -232,6 +238,8 @@ def write_shard(path: Path, records: list[dict], top_k: int) -> None:
     path.parent.mkdir(exist_ok=True)
     partial = path.with_suffix(".tmp")
     write_records(partial, records, label_schema(top_k))
+    with open(partial, "rb") as file:
+        os.fsync(file.fileno())
     os.replace(partial, path)
 
 
@@ -259,7 +267,11 @@ def label_all(
                 write_shard(path, records, args.logprobs)
                 tokens += sum(len(label.output_token_ids) for label in labels)
                 progress.set_postfix_str(f"{tokens / (time.monotonic() - began):.0f} tokens/s")
-            labelled = {record["id"] for record in read_records(path, ["id"])}
+            try:
+                labelled = {record["id"] for record in read_records(path, ["id"])}
+            except ArtifactError as error:
+                text = f"{error}: remove it, and the same command labels it again"
+                raise ArtifactError(text) from None
             counts[split] += len(labelled)
             for prompt, _ in shard:
                 if prompt["id"] not in labelled:
@@ -316,7 +328,7 @@ def make_stage(args: argparse.Namespace, profile: Profile, part: tuple[int, int]
     return Stage(
         name="generate_teacher",
         directory=workspace / ("labels" if part is None else f"labels.{part[0]}-of-{part[1]}"),
-        command=profile.command("generate_teacher"),
+        command=own_command(),
         arguments={
             "engine": args.engine,
             "max_output_tokens": args.max_output_tokens,
@@ -344,6 +356,8 @@ def finish(args: argparse.Namespace, stage: Stage, total: int, skipped: list[dic
         split: sum(pq.ParquetFile(p).metadata.num_rows for p in (stage.partial / split).glob("*"))
         for split in SPLITS
     }
+    if not counts["train"] and args.shard is None:
+        raise ArtifactError("no train prompt was labelled: nothing to distil from")
     rows = account(
         total,
         sum(counts.values()),
@@ -416,7 +430,7 @@ def measure_self_agreement(args: argparse.Namespace, profile: Profile, context: 
     stage = Stage(
         name="self_agreement",
         directory=profile.workspace / "self_agreement",
-        command=profile.command("generate_teacher") + f" --self-agreement {args.self_agreement}",
+        command=own_command(),
         arguments={"engine": args.engine, "prompts": args.self_agreement},
         inputs={"labels": label_digest},
     )
@@ -436,9 +450,9 @@ def main(args: argparse.Namespace) -> None:
             f"--max-output-tokens {args.max_output_tokens} leaves no room for a prompt in a "
             f"context of {context}"
         )
-    if args.merge:
+    if args.merge is not None:
         return merge(args, profile)
-    if args.self_agreement:
+    if args.self_agreement is not None:
         return measure_self_agreement(args, profile, context)
     stage = make_stage(args, profile, args.shard)
     if stage.is_done(args.force):
@@ -458,9 +472,7 @@ def main(args: argparse.Namespace) -> None:
     with stage.working_directory(resume=True, force=args.force) as directory:
         if args.data_parallel > 1:
             run_workers(args)
-        counts = label_all(args, profile, prompts, context, directory)
-        if not counts["train"] and args.shard is None:
-            raise ArtifactError("no train prompt was labelled: nothing to distil from")
+        label_all(args, profile, prompts, context, directory)
         finish(args, stage, prompts.total, prompts.skipped)
 
 

@@ -22,7 +22,10 @@ from artifacts import (
     Stage,
     digest,
     load_profile,
+    number_between,
+    own_command,
     parse_profile_args,
+    positive,
     run_command,
     stage_digest,
     write_json,
@@ -41,21 +44,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
     parser.add_argument(
         "--max-rows",
-        type=int,
+        type=positive,
         default=60000,
         metavar="N",
         help="rows sampled from each source at most (default: %(default)s)",
     )
     parser.add_argument(
         "--max-prompt-tokens",
-        type=int,
+        type=positive,
         default=4096,
         metavar="N",
         help="longer prompts are dropped (default: %(default)s)",
     )
     parser.add_argument(
         "--holdout-percent",
-        type=float,
+        type=number_between(0, 100),
         default=2.0,
         metavar="P",
         help="share of prompts held out by a hash of their text (default: %(default)s)",
@@ -124,12 +127,11 @@ def main(args: argparse.Namespace) -> None:
     profile = load_profile(args.profile)
     if args.pin:
         return pin(profile, args.write)
-    command = profile.command("prepare_data")
     base = profile.workspace / "models" / "base"
     stage = Stage(
         name="prepare_data",
         directory=profile.workspace / "data" / "base",
-        command=command,
+        command=own_command(),
         arguments={
             "seed": args.seed,
             "max_rows": args.max_rows,

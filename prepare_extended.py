@@ -26,6 +26,9 @@ from artifacts import (
     Stage,
     digest,
     load_profile,
+    not_negative,
+    number_between,
+    own_command,
     parse_profile_args,
     read_stage,
     run_command,
@@ -54,14 +57,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the synthesis (default: 0)")
     parser.add_argument(
         "--bug-repairs",
-        type=int,
+        type=not_negative,
         default=8000,
         metavar="N",
         help="bug-repair problems to make (default: %(default)s)",
     )
     parser.add_argument(
         "--augment-share",
-        type=float,
+        type=number_between(0, 1),
         default=0.2,
         metavar="S",
         help="share of base rows that get one augmentation each (default: %(default)s)",
@@ -145,7 +148,7 @@ def main(args: argparse.Namespace) -> None:
     stage = Stage(
         name="prepare_extended",
         directory=profile.workspace / "data" / "extended",
-        command=profile.command("prepare_extended"),
+        command=own_command(),
         arguments={
             "seed": args.seed,
             "bug_repairs": args.bug_repairs,

@@ -30,7 +30,10 @@ from artifacts import (
     Stage,
     digest,
     load_profile,
+    own_command,
     parse_profile_args,
+    plain_name,
+    positive,
     read_stage,
     run_command,
     sha256_file,
@@ -53,6 +56,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--run",
+        type=plain_name,
         default="distilled",
         metavar="NAME",
         help="the training run to export, or base for the undistilled base (default: distilled)",
@@ -65,19 +69,27 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--out",
+        type=export_directory,
         metavar="NAME",
-        help="directory below the workspace (default: export for the distilled, packed draft, "
-        "else export-<run>-<codec>)",
+        help="directory in the workspace, its name starting with export (default: export for "
+        "the distilled draft, packed; else export-<run>-<codec>)",
     )
     parser.add_argument(
         "--agreement-records",
-        type=int,
+        type=positive,
         default=32,
         metavar="N",
         help="hold-out labels over which agreement is measured (default: %(default)s)",
     )
     parser.add_argument("--force", action="store_true", help="replace an earlier export")
     return parse_profile_args(parser, argv)
+
+
+def export_directory(text: str) -> str:
+    """A plain name that starts with `export`, so that no other artefact can be meant."""
+    if not plain_name(text).startswith("export"):
+        raise argparse.ArgumentTypeError(f"{text!r} does not start with export")
+    return text
 
 
 def export_name(args: argparse.Namespace) -> str:
@@ -124,7 +136,10 @@ def pack_weights(checkpoint: Path, scheme: dict, path: Path) -> dict[str, dict]:
         stored |= tensors
     # One entry: safetensors writes several in an order that differs from run to run.
     metadata = {"export": json.dumps({"format": EXPORT_FORMAT, "scheme": scheme}, sort_keys=True)}
-    save_file(stored, path, metadata=metadata)
+    try:
+        save_file(stored, path, metadata=metadata)
+    except Exception as error:  # safetensors wraps what the operating system said
+        raise ArtifactError(f"{path} can't be written: {error}") from None
     return entries
 
 
@@ -204,6 +219,11 @@ def write_export(
     reference = load_checkpoint(checkpoint, torch.float32)
     records = read_labels(profile.workspace / "labels", "holdout")
     records = records or read_labels(profile.workspace / "labels", "diagnostic")
+    if not records:
+        raise ArtifactError(
+            "the label set has neither hold-out nor diagnostic records to measure the export on; "
+            f"label more prompts: {profile.command('generate_teacher')} --force"
+        )
     context = packed.config.max_position_embeddings
     examples = [
         make_example(r["prompt_token_ids"], r["output_token_ids"], context)
@@ -226,7 +246,7 @@ def main(args: argparse.Namespace) -> None:
     stage = Stage(
         name="quantize",
         directory=profile.workspace / export_name(args),
-        command=profile.command("quantize"),
+        command=own_command(),
         arguments={
             "run": args.run,
             "codec": args.codec,

@@ -5,8 +5,10 @@
 #   ./run.sh qwen3    Qwen3-1.7B for Qwen3-8B, on a GPU machine
 #
 # Stages whose result is already there, made with the same arguments from the same inputs, are not
-# run again. WORKSPACE moves the workspace; PORT the server (default 8000; 0 is not possible here).
+# run again. WORKSPACE moves the workspace; PORT the server (default 8000, 0 for a free one).
 set -euo pipefail
+# A workspace that is named from where the user stands must stay there after the cd.
+[ -z "${WORKSPACE:-}" ] || { mkdir -p "$WORKSPACE"; WORKSPACE="$(cd "$WORKSPACE" && pwd)"; export WORKSPACE; }
 cd "$(dirname "$0")"
 
 profile="${1:-tiny}"
@@ -37,19 +39,22 @@ stage quantize.py --codec bf16
 stage quantize.py --run base --codec bf16
 
 echo; echo "== ./serve.sh --profile $profile --port $port"
-./serve.sh --profile "$profile" --port "$port" &
+log="$(mktemp)"
+./serve.sh --profile "$profile" --port "$port" > "$log" 2>&1 &
 server=$!
-trap 'kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true' EXIT
+trap 'kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true; rm -f "$log"' EXIT
+# Its own word, not any answer on that port: another server may be there.
 for _ in $(seq 300); do
-  kill -0 "$server" 2>/dev/null || { echo "the server ended before it was ready" >&2; exit 1; }
-  "$python" -c "import sys, httpx
-sys.exit(httpx.get('http://127.0.0.1:$port/ready', trust_env=False).status_code != 200)" \
-    2>/dev/null && break
+  grep -q "^serving on " "$log" && break
+  kill -0 "$server" 2>/dev/null || break
   sleep 1
 done
-stage evaluate.py --example --url "http://127.0.0.1:$port"
-kill "$server"; wait "$server" 2>/dev/null || true
-trap - EXIT
+cat "$log"
+url="$(sed -n 's/^serving on //p' "$log")"
+[ -n "$url" ] || { echo "the server did not get ready; PORT=N takes another port" >&2; exit 1; }
+stage evaluate.py --example --url "$url"
+kill "$server" || true
+wait "$server" 2>/dev/null || true
 
 stage evaluate.py "${evaluation[@]}"
 echo; echo "run.sh: $((SECONDS - began)) s after installation"

@@ -32,7 +32,10 @@ from starlette.requests import ClientDisconnect
 from artifacts import (
     ArtifactError,
     load_profile,
+    not_negative,
+    number_between,
     parse_profile_args,
+    positive,
     read_json,
     read_stage,
     run_command,
@@ -61,7 +64,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
     parser.add_argument(
-        "--port", type=int, default=8000, help="port, 0 for a free one (default: %(default)s)"
+        "--port",
+        type=not_negative,
+        default=8000,
+        help="port, 0 for a free one (default: %(default)s)",
     )
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: %(default)s)"
@@ -73,43 +79,41 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--max-context",
-        type=int,
+        type=positive,
         metavar="N",
         help="context limit in tokens; the live KV cache takes memory for all of it "
         "(default: the model's)",
     )
     parser.add_argument(
         "--cache-mb",
-        type=int,
+        type=not_negative,
         default=2048,
         metavar="MB",
         help="parked keys and values of earlier contexts (default: %(default)s)",
     )
     parser.add_argument(
         "--queue",
-        type=int,
+        type=positive,
         default=64,
         metavar="N",
         help="requests that may wait; more get 503 (default: %(default)s)",
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=number_between(0.001, 86400),
         default=30.0,
         metavar="S",
         help="seconds that a request may wait and run (default: %(default)s)",
     )
     parser.add_argument(
         "--threads",
-        type=int,
+        type=positive,
         metavar="N",
         help="CPU threads (default: OMP_NUM_THREADS, else 1 for a small model, else all cores)",
     )
     args = parse_profile_args(parser, argv)
-    least = {"cache_mb": 0, "queue": 1, "timeout": 0.001, "port": 0, "threads": 1}
-    for name, value in least.items():
-        if getattr(args, name) is not None and getattr(args, name) < value:
-            parser.error(f"--{name.replace('_', '-')} is {value} or more")
+    if args.port > 65535:
+        parser.error(f"--port {args.port} is not in 0..65535")
     return args
 
 

@@ -29,7 +29,11 @@ from artifacts import (
     Stage,
     account,
     load_profile,
+    number_between,
+    own_command,
     parse_profile_args,
+    plain_name,
+    positive,
     run_command,
     stage_digest,
 )
@@ -39,23 +43,42 @@ from prompts import TOKENIZER_FILES
 from records import read_labels
 
 
+def run_name(text: str) -> str:
+    """A plain name; `base` is taken: quantize.py means the undistilled base by it."""
+    if text == "base":
+        raise argparse.ArgumentTypeError(
+            "'base' stands for the undistilled base; take another name"
+        )
+    return plain_name(text)
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--name", default="distilled", help="of the run (default: distilled)")
+    parser.add_argument(
+        "--name", type=run_name, default="distilled", help="of the run (default: distilled)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the data order (default: 0)")
-    number = {"type": int, "metavar": "N"}
+    number = {"type": positive, "metavar": "N"}
     parser.add_argument(
         "--epochs", default=2, **number, help="passes over the labels (%(default)s)"
     )
     parser.add_argument(
-        "--learning-rate", type=float, default=1e-5, help="peak of the schedule (%(default)s)"
+        "--learning-rate",
+        type=number_between(0, 1),
+        default=1e-5,
+        help="peak of the schedule (%(default)s)",
     )
     parser.add_argument(
-        "--warmup", type=float, default=0.05, help="share of steps that warm up (%(default)s)"
+        "--warmup",
+        type=number_between(0, 1),
+        default=0.05,
+        help="share of steps that warm up (%(default)s)",
     )
-    parser.add_argument("--weight-decay", type=float, default=0.01, help="(%(default)s)")
+    parser.add_argument(
+        "--weight-decay", type=number_between(0, 10), default=0.01, help="(%(default)s)"
+    )
     parser.add_argument("--row-tokens", default=4096, **number, help="a packed row (%(default)s)")
     parser.add_argument("--batch-rows", default=8, **number, help="rows a step (%(default)s)")
     parser.add_argument(
@@ -177,6 +200,8 @@ class State:
             },
             partial,
         )
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
         os.replace(partial, self.path)
 
     def restore(self) -> int:
@@ -184,7 +209,13 @@ class State:
         if not self.path.is_file():
             self.metrics.unlink(missing_ok=True)
             return 0
-        saved = torch.load(self.path, map_location="cpu", weights_only=True)
+        try:
+            saved = torch.load(self.path, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged file raises whatever its parser stumbles over
+            raise ArtifactError(
+                f"{self.path} is damaged ({type(error).__name__}): remove it, and the same command "
+                "starts over"
+            ) from None
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         os.truncate(self.metrics, saved["metrics_bytes"])
@@ -270,7 +301,7 @@ def main(args: argparse.Namespace) -> None:
     stage = Stage(
         name="train",
         directory=profile.workspace / "runs" / args.name,
-        command=profile.command("train"),
+        command=own_command(),
         arguments=stage_arguments(args) | {"device": device},
         inputs={
             "models/base": stage_digest(base, profile.command("download_models")),
@@ -291,7 +322,6 @@ def main(args: argparse.Namespace) -> None:
         after = evaluate(model, holdout, device) if holdout else {}
         save_checkpoint(model, base, directory / "checkpoint")
         plot_losses(state.metrics, directory / "loss.png")
-        state.path.unlink()
         stage.finish(rows=rows, results=figures | {"before": before, "after": after})
     print(f"  {figures}; hold-out before {before}, after {after}")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import subprocess
 import sys
 
@@ -46,6 +48,66 @@ def test_same_arguments_and_inputs_are_done_others_stop(tmp_path):
     assert not make_stage(tmp_path / "out", {"n": 2}).is_done(force=True)
 
 
+def test_a_kill_while_finishing_loses_nothing(tmp_path, monkeypatch):
+    """Killed while outputs are hashed: the run goes on. Killed at the renames: it is completed."""
+    stage = make_stage(tmp_path / "out")
+
+    def kill(*_):
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(artifacts, "git_commit", kill)
+        complete(stage, resume=True)
+    assert not stage.is_done()
+    with stage.working_directory(resume=True) as directory:
+        assert (directory / "part/file").read_text() == "content", "thrown away"
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(artifacts.os, "rename", kill)
+        complete(stage, resume=True)
+    assert make_stage(tmp_path / "out").is_done()
+    assert not stage.partial.exists()
+
+
+def test_a_kill_between_the_renames_of_a_replacement_is_completed(tmp_path, monkeypatch):
+    complete(make_stage(tmp_path / "out"), "old")
+    calls, rename = [], os.rename
+
+    def once(a, b):
+        if calls:
+            raise RuntimeError("killed")
+        calls.append(a)
+        rename(a, b)
+
+    newer = make_stage(tmp_path / "out", {"n": 2})
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(artifacts.os, "rename", once)
+        complete(newer, "new")
+    assert not (tmp_path / "out").exists()
+    assert make_stage(tmp_path / "out", {"n": 2}).is_done()
+    assert (tmp_path / "out/part/file").read_text() == "new"
+
+
+def test_what_another_stage_made_is_never_replaced(tmp_path):
+    complete(make_stage(tmp_path / "out"))
+    other = Stage("other", tmp_path / "out", "python other.py", {"n": 1}, {})
+    with pytest.raises(ArtifactError, match="was made by test"):
+        other.is_done(force=True)
+
+
+def test_the_named_command_is_the_one_that_ran(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/x/train.py", "--name", "my run", "--force", "--seed", "3"])
+    assert artifacts.own_command() == "python train.py --name 'my run' --seed 3"
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "nan", ""])
+def test_senseless_numbers_are_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        artifacts.positive(text)
+    if text != "0" and text != "1.5":
+        with pytest.raises(argparse.ArgumentTypeError):
+            artifacts.number_between(0, 2)(text)
+
+
 def test_an_unfinished_directory_is_not_taken_for_a_finished_one(tmp_path):
     stage = make_stage(tmp_path / "out")
     with pytest.raises(RuntimeError), stage.working_directory() as directory:
@@ -84,6 +146,8 @@ def test_resuming_keeps_the_same_run_and_never_another(tmp_path):
         (lambda d: (d / "part/extra").write_text("x"), "did not write: part/extra"),
         (lambda d: (d / "stage.json").write_text('{"format": 1'), "not JSON"),
         (lambda d: (d / "stage.json").write_text('{"format": 9}'), "format 9"),
+        (lambda d: (d / "stage.json").write_text('{"format": 1}'), "not a stage record"),
+        (lambda d: (d / "stage.json").write_text("[]"), "not a stage record"),
     ],
 )
 def test_damage_is_named_with_the_command_that_mends_it(tmp_path, damage, message):

@@ -40,6 +40,7 @@ def play(length, good, max_tokens=16):
 def test_a_perfect_draft_needs_one_round_for_seventeen_tokens():
     client, rounds = play(34, good=16)
     assert [r.accepted for r in rounds] == [16, 16]
+    assert [r.gained for r in rounds] == [17, 17]
     assert [ids for ids, _ in client.requests][1] == PROMPT + list(range(100, 117))
 
 
@@ -59,6 +60,7 @@ def test_no_round_asks_for_more_than_the_label_covers():
     client, rounds = play(20, good=16)
     assert [asked for _, asked in client.requests] == [16, 3]
     assert rounds[-1].accepted == 3
+    assert rounds[-1].gained == 3, "nothing follows the end of the label"
 
 
 @pytest.mark.parametrize(
@@ -124,4 +126,15 @@ def test_a_ratio_that_is_missed_ends_with_an_error():
 
 
 def test_models_map_to_exports_and_the_commands_that_make_them():
-    assert set(evaluate.EXPORTS) == set(evaluate.MAKE)
+    import quantize
+
+    for name, directory in evaluate.EXPORTS.items():
+        args = quantize.parse_args(["--profile", "tiny", *evaluate.MAKE[name].split()])
+        assert quantize.export_name(args) == directory
+
+
+def test_percentiles_are_nearest_rank():
+    assert evaluate.percentile([1, 2], 0.5) == 1
+    assert evaluate.percentile([1, 2, 3], 0.5) == 2
+    assert evaluate.percentile(list(range(1, 101)), 0.95) == 95
+    assert evaluate.percentile([7], 0.95) == 7
