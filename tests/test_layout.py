@@ -12,7 +12,7 @@ from artifacts import ROOT
 
 STAGES = {
     *("download_models", "prepare_data", "prepare_extended", "generate_teacher", "train"),
-    *("quantize", "server", "evaluate", "audit"),
+    *("quantize", "server", "evaluate", "audit", "bench"),
 }
 MODULES = sorted(ROOT.glob("*.py"))
 
