@@ -164,7 +164,7 @@ def measure_agreement(reference: Qwen3, packed: Qwen3, examples: list[Example]) 
     equal = positions = 0
     divergence = 0.0
     for example in examples:
-        batch = collate([[example]])
+        batch = collate([[example]], str(packed.model.embed_tokens.weight.device))
         attend = packed_attention(batch.segments)
         labelled = batch.targets[0] != IGNORE
         logits = [
@@ -215,8 +215,9 @@ def write_export(
     write_contract(directory, contract)
     print_report(entries, size)
 
-    packed = Export(directory).load(torch.float32)
-    reference = load_checkpoint(checkpoint, torch.float32)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    packed = Export(directory).load(torch.float32, device)
+    reference = load_checkpoint(checkpoint, torch.float32, device)
     records = read_labels(profile.workspace / "labels", "holdout")
     records = records or read_labels(profile.workspace / "labels", "diagnostic")
     if not records:

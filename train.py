@@ -83,8 +83,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-rows", default=8, **number, help="rows a step (%(default)s)")
     parser.add_argument(
         "--micro-rows",
+        default=1,
         **number,
-        help="rows a forward pass, gradients accumulate (default: --batch-rows)",
+        help="rows a forward pass; gradients accumulate (%(default)s)",
     )
     parser.add_argument("--save-every", default=200, **number, help="steps (%(default)s)")
     parser.add_argument("--evaluate-every", default=200, **number, help="steps (%(default)s)")
@@ -99,6 +100,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         learning_rate=2e-3,
         row_tokens=512,
         batch_rows=8,
+        micro_rows=8,
         save_every=50,
         evaluate_every=50,
     )
@@ -234,7 +236,7 @@ def run_steps(
     """The training loop, from the last saved step on; returns the run's figures."""
     plan = make_plan(examples, args)
     optimizer, first = state.optimizer, state.restore()
-    micro = args.micro_rows or args.batch_rows
+    micro = args.micro_rows
     began, tokens = time.monotonic(), 0
     with (
         open(state.metrics, "a") as metrics,
