@@ -266,9 +266,12 @@ def git_commit() -> str | None:
     return head.stdout.strip() + ("+" if dirty.stdout else "") if head.returncode == 0 else None
 
 
-# In a stage's directory, but not made by it: its record, the marker of an unfinished run, and what
-# a run needs only to go on. A write that was killed leaves a name that starts with a dot.
-NO_OUTPUT = ("stage.json", "started.json", "state.pt")
+# In a stage's directory, but not made by it: its record, the mark of a release, the marker of an
+# unfinished run, and what a run needs only to go on. A write that was killed leaves a name that
+# starts with a dot.
+ADDED = ("stage.json", "release.json")
+UNFINISHED = ("started.json", "state.pt", "best.safetensors")
+NO_OUTPUT = (*ADDED, *UNFINISHED)
 
 
 def own_command() -> str:
@@ -307,7 +310,7 @@ def read_stage(directory: Path, command: str, verify: bool = True) -> dict:
         )
     if verify:
         present = {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
-        extra = present - set(record["outputs"]) - {"stage.json"}
+        extra = present - set(record["outputs"]) - set(ADDED)
         if extra:
             raise ArtifactError(
                 f"{directory} has a file that its stage did not write: {min(extra)}; "
@@ -392,7 +395,7 @@ class Stage:
         return self.directory.with_name(self.directory.name + ".replaced")
 
     def _put_in_place(self) -> None:
-        for name in NO_OUTPUT[1:]:
+        for name in UNFINISHED:
             (self.partial / name).unlink(missing_ok=True)
         shutil.rmtree(self._replaced, ignore_errors=True)
         if self.directory.exists():

@@ -25,6 +25,8 @@ from artifacts import ArtifactError, check_file, read_json
 from model import Config, Qwen3, assign_weights, empty_model
 
 EXPORT_FORMAT = 1
+# Of a tensor: bounds the float32 intermediates, which then stay in a core's cache.
+WEIGHTS_AT_ONCE = 1 << 18
 
 # Published with bitsandbytes; the middle entry is an exact zero, the ends are exactly -1 and 1.
 NF4_CODEBOOK = torch.tensor(
@@ -36,8 +38,14 @@ NF4_CODEBOOK = torch.tensor(
     ],
     dtype=torch.float32,
 )
-# A weight half-way between two entries takes the lower one (bucketize's default side).
+# A weight half-way between two entries takes the lower one.
 NF4_BOUNDS = (NF4_CODEBOOK[:-1] + NF4_CODEBOOK[1:]) / 2
+# A binary search for each of 1.4 billion weights takes minutes on a CPU. So [-1, 1] is cut into
+# bins that hold one bound at most: how many bounds lie below a bin, and which comes next.
+NF4_BINS = 256
+_EDGES = torch.arange(NF4_BINS + 1, dtype=torch.float64) * (2 / NF4_BINS) - 1
+NF4_BELOW = torch.searchsorted(NF4_BOUNDS.double(), _EDGES).to(torch.uint8)
+NF4_NEXT = torch.cat((NF4_BOUNDS, torch.tensor([2.0])))[NF4_BELOW.int()]
 
 
 class Packed(NamedTuple):
@@ -105,65 +113,97 @@ def absmax_scales(weight: Tensor, group_size: int, largest_code: float) -> Tenso
     return (groups.abs().amax(-1) / largest_code).bfloat16()
 
 
+def scaled(weight: Tensor, scales: Tensor) -> Tensor:
+    """weight / scale by group: (rows, n), (rows, groups) bf16 → (rows, groups, group) float32.
+
+    A product with the float32 reciprocal, as bitsandbytes takes it, so that equal scales give equal
+    codes; a group of zeros has scale 0.
+    """
+    inverse = 1.0 / scales.float().clamp(min=1e-38)
+    return weight.float().unflatten(1, (scales.shape[1], -1)) * inverse[..., None]
+
+
 def nf4_codes(weight: Tensor, scales: Tensor) -> Tensor:
     """Nearest codebook index of weight / scale, ties to the lower; (rows, n) uint8.
 
-    The quotient is taken as a product with the float32 reciprocal, as bitsandbytes does, so that
-    equal scales give equal codes. A group of zeros has scale 0 and code 7, whose value is 0.
+    A group of zeros has scale 0 and code 7, whose value is 0.
     """
-    inverse = 1.0 / scales.float().clamp(min=1e-38)
-    groups = weight.float().unflatten(1, (scales.shape[1], -1)) * inverse[..., None]
-    codes = torch.bucketize(groups.clamp(-1, 1), NF4_BOUNDS.to(weight.device), out_int32=True)
-    return codes.flatten(1).to(torch.uint8)
+    x = scaled(weight, scales).clamp_(-1, 1).flatten()
+    bins = ((x + 1) * (NF4_BINS / 2)).int()
+    below, bound = (table.to(x.device).index_select(0, bins) for table in (NF4_BELOW, NF4_NEXT))
+    return (below + (x > bound)).view(weight.shape)
 
 
 def int6_codes(weight: Tensor, scales: Tensor) -> Tensor:
     """round(weight / scale) + 32, clamped to 0..63, ties to even; (rows, n) uint8."""
-    inverse = 1.0 / scales.float().clamp(min=1e-38)
-    groups = weight.float().unflatten(1, (scales.shape[1], -1)) * inverse[..., None]
-    return (groups.round().clamp(-32, 31) + 32).flatten(1).to(torch.uint8)
+    return (scaled(weight, scales).round_().clamp_(-32, 31) + 32).flatten(1).to(torch.uint8)
 
 
-def dequantize_nf4(packed: Tensor, scales: Tensor) -> Tensor:
-    """(rows, n/2) uint8, (rows, groups) bf16 → (rows, n) float32."""
-    values = NF4_CODEBOOK.to(packed.device)[unpack_nibbles(packed).int()]
-    return (values.unflatten(1, (scales.shape[1], -1)) * scales.float()[..., None]).flatten(1)
+CODES = {"nf4": nf4_codes, "int6": int6_codes}
+LARGEST_CODE = {"nf4": 1.0, "int6": 31.0}
 
 
-def dequantize_int6(packed: Tensor, scales: Tensor) -> Tensor:
-    """(rows, 3n/4) uint8, (rows, groups) bf16 → (rows, n) float32."""
-    values = unpack_sixes(packed).float() - 32
-    return (values.unflatten(1, (scales.shape[1], -1)) * scales.float()[..., None]).flatten(1)
+def code_values(codec: str, codes: Tensor) -> Tensor:
+    """What codes stand for before the scale; float32 in the codes' shape."""
+    if codec == "int6":
+        return codes.float() - 32
+    return NF4_CODEBOOK.to(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
 
 
-def errors(weight: Tensor, restored: Tensor) -> tuple[float, float]:
-    """(relative Frobenius error, largest absolute error)."""
-    difference = weight.float() - restored
-    norm = weight.float().norm().item()
-    return difference.norm().item() / (norm or 1.0), difference.abs().max().item()
+def decode(codec: str, codes: Tensor, scales: Tensor) -> Tensor:
+    """(rows, n) uint8 codes, (rows, groups) bf16 scales → (rows, n) float32."""
+    values = code_values(codec, codes).unflatten(1, (scales.shape[1], -1))
+    return (values * scales.float()[..., None]).flatten(1)
 
 
-def quantize_nf4(weight: Tensor, group_size: int = 64, scales: Tensor | None = None) -> Packed:
-    """weight: (out, in) → Packed with codes (out, in/2). scales: given ones instead of absmax.
+def row_chunks(rows: int, columns: int) -> Iterator[slice]:
+    """Slices of whole rows, about WEIGHTS_AT_ONCE weights each."""
+    step = max(1, WEIGHTS_AT_ONCE // columns)
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def quantize(
+    codec: str, weight: Tensor, group_size: int = 64, scales: Tensor | None = None
+) -> Packed:
+    """weight: (rows, n) → its codes, scales and error.
+
+    scales: bf16 (rows, groups); None: those of absmax.
 
     Raises ValueError on a shape or value that the format can't hold.
     """
     check_weight(weight, group_size)
-    scales = absmax_scales(weight, group_size, 1.0) if scales is None else scales
-    packed = pack_nibbles(nf4_codes(weight, scales))
-    return Packed(packed, scales, *errors(weight, dequantize_nf4(packed, scales)))
+    if scales is None:
+        scales = absmax_scales(weight, group_size, LARGEST_CODE[codec])
+    rows, columns = weight.shape
+    if scales.shape != (rows, columns // group_size) or scales.dtype != torch.bfloat16:
+        raise ValueError(f"scales {scales.dtype} {[*scales.shape]} don't fit {[*weight.shape]}")
+    packed = weight.new_empty((rows, PACKED_COLUMNS[codec](columns)), dtype=torch.uint8)
+    squares, norm, largest = 0.0, 0.0, 0.0
+    for part in row_chunks(rows, columns):
+        codes = CODES[codec](weight[part], scales[part])
+        packed[part] = PACK[codec](codes)
+        exact = weight[part].float()
+        difference = exact - decode(codec, codes, scales[part])
+        squares += difference.square().sum().item()
+        norm += exact.square().sum().item()
+        largest = max(largest, difference.abs().max().item())
+    return Packed(packed, scales, (squares / (norm or 1.0)) ** 0.5, largest)
 
 
-def quantize_int6(weight: Tensor, group_size: int = 64, scales: Tensor | None = None) -> Packed:
-    """weight: (vocab, hidden) → Packed with codes (vocab, 3·hidden/4). Raises as quantize_nf4."""
-    check_weight(weight, group_size)
-    scales = absmax_scales(weight, group_size, 31.0) if scales is None else scales
-    packed = pack_sixes(int6_codes(weight, scales))
-    return Packed(packed, scales, *errors(weight, dequantize_int6(packed, scales)))
+def dequantize(
+    codec: str, packed: Tensor, scales: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Packed codes and bf16 scales (rows, groups) → (rows, n): float32 products in `dtype`."""
+    rows, groups = scales.shape
+    columns = UNPACK[codec](packed[:1]).shape[1]
+    out = torch.empty((rows, columns), dtype=dtype, device=packed.device)
+    for part in row_chunks(rows, columns):
+        out[part] = decode(codec, UNPACK[codec](packed[part]), scales[part])
+    return out
 
 
-QUANTIZE = {"nf4": quantize_nf4, "int6": quantize_int6}
-DEQUANTIZE = {"nf4": dequantize_nf4, "int6": dequantize_int6}
+PACK = {"nf4": pack_nibbles, "int6": pack_sixes}
+UNPACK = {"nf4": unpack_nibbles, "int6": unpack_sixes}
 PACKED_COLUMNS = {"nf4": lambda n: n // 2, "int6": lambda n: n * 3 // 4}
 
 
@@ -192,14 +232,24 @@ def stored_tensors(name: str, entry: dict) -> dict[str, tuple[torch.dtype, list[
     }
 
 
-def pack_tensor(name: str, weight: Tensor, scheme: dict) -> tuple[dict, dict[str, Tensor]]:
+def codec_of(name: str, scheme: dict) -> tuple[str, int | None]:
+    """(codec, group size) of a tensor: its own entry in the scheme, or that of its kind.
+
+    scheme: {"linear" | "embedding" | "norm": {"codec", "group_size"}, "tensors": {name: the same}}.
+    """
+    chosen = scheme.get("tensors", {}).get(name) or scheme[tensor_kind(name)]
+    return chosen["codec"], chosen["group_size"]
+
+
+def pack_tensor(
+    name: str, weight: Tensor, scheme: dict, scales: Tensor | None = None
+) -> tuple[dict, dict[str, Tensor]]:
     """One weight in its codec: (its entry of quantization.json, the stored tensors by name).
 
-    scheme: {"linear" | "embedding" | "norm": {"codec", "group_size"}}. Raises ValueError, naming
-    the tensor, on a shape or value that the codec can't hold.
+    scheme: see codec_of; scales: bf16, or None for absmax. Raises ValueError, naming the tensor, on
+    a shape or value that the codec can't hold.
     """
-    chosen = scheme[tensor_kind(name)]
-    codec, group_size = chosen["codec"], chosen.get("group_size")
+    codec, group_size = codec_of(name, scheme)
     entry = {
         "codec": codec,
         "shape": list(weight.shape),
@@ -208,11 +258,13 @@ def pack_tensor(name: str, weight: Tensor, scheme: dict) -> tuple[dict, dict[str
     }
     if codec == "bf16":
         value = weight.bfloat16()
-        relative, largest = errors(weight, value.float())
+        difference = weight.float() - value.float()
+        relative = difference.norm().item() / (weight.float().norm().item() or 1.0)
+        largest = difference.abs().max().item()
         stored = {name: value.contiguous()}
     else:
         try:
-            packed = QUANTIZE[codec](weight, group_size)
+            packed = quantize(codec, weight, group_size, scales)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         relative, largest = packed.relative_error, packed.max_error
@@ -285,7 +337,7 @@ class Export:
                 if codec == "bf16":
                     value = stored["bf16"]
                 else:
-                    value = DEQUANTIZE[codec](stored[codec], stored["scales"])
+                    value = dequantize(codec, stored[codec], stored["scales"], dtype)
                 yield name, value.to(dtype)
 
         return assign_weights(empty_model(self.config), weights(), str(self.path))
@@ -296,5 +348,6 @@ class Export:
         parts = [
             f"{kind} {c['codec']}" + (f" g{c['group_size']}" if c.get("group_size") else "")
             for kind, c in scheme.items()
+            if kind != "tensors"
         ]
         return f"{', '.join(parts)}; {self.quantization['weights']['bytes']} bytes"

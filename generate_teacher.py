@@ -12,6 +12,8 @@ what training saw. Real pair: needs a GPU with 24 GB or more.
     python generate_teacher.py --shard 0/2                   # this machine's half; then, with all
     python generate_teacher.py --merge 2                     # halves side by side, the whole
     python generate_teacher.py --self-agreement 200          # how far the teacher repeats itself
+    python generate_teacher.py --from-rejections distilled   # → labels-rejections/: on from where
+                                                             # that run's draft first goes wrong
 """
 
 from __future__ import annotations
@@ -23,12 +25,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from itertools import islice
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pyarrow.parquet as pq
+import torch
 from tqdm import tqdm
 
 from artifacts import (
@@ -37,24 +38,24 @@ from artifacts import (
     Stage,
     account,
     differences,
+    digest,
     load_profile,
     not_negative,
     own_command,
     parse_profile_args,
+    plain_name,
     positive,
     read_stage,
     run_command,
     stage_digest,
     write_json,
 )
+from label_prompts import SPLITS, Prompts, RejectionPrompts
 from labelling import Engine, Label, TransformersEngine, VllmEngine
-from prompts import load_tokenizer, prompt_token_ids
+from model import load_checkpoint
+from prompts import load_tokenizer
 from records import label_schema, read_labels, read_records, write_records
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-SPLITS = ("train", "holdout")
 NEAR_TIE = 0.05  # nats between the best two; bf16 kernels of other shapes differ by that much
 
 
@@ -139,6 +140,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="label the first N train prompts once more, one at a time, and compare",
     )
+    parser.add_argument(
+        "--from-rejections",
+        type=plain_name,
+        metavar="RUN",
+        help="continue the train labels from the first token that this run's draft gets wrong",
+    )
     # What --data-parallel starts: shards I, I + N, … of a run whose lock the parent holds.
     parser.add_argument("--worker", type=parse_part, help=argparse.SUPPRESS)
     parser.add_argument("--force", action="store_true", help="replace an earlier label set")
@@ -153,51 +160,6 @@ def parse_part(text: str) -> tuple[int, int]:
     if not (part.isdigit() and parts.isdigit() and int(part) < int(parts)):
         raise argparse.ArgumentTypeError(f"{text!r} is not I/N with I from 0 to N - 1")
     return int(part), int(parts)
-
-
-class Prompts:
-    """Streams the prompt records as (split, [(record, token ids)]) shards.
-
-    room: tokens that a prompt may have; longer ones, which leave no room for an answer, are noted
-    in `skipped`. part: (i, n) for the i-th of n contiguous parts of the records. `total`: records
-    that will be seen.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        tokenizer: PreTrainedTokenizerBase,
-        thinking: bool,
-        room: int,
-        limit: int | None,
-        part: tuple[int, int] | None,
-    ):
-        self.path, self.tokenizer, self.thinking, self.room = path, tokenizer, thinking, room
-        self.skipped: list[dict] = []
-        rows = pq.ParquetFile(path).metadata.num_rows
-        rows = rows if limit is None else min(rows, limit)
-        index, parts = part or (0, 1)
-        self.first, self.end = index * rows // parts, (index + 1) * rows // parts
-        self.total = self.end - self.first
-
-    def shards(self, size: int) -> Iterator[tuple[str, int, list[tuple[dict, list[int]]]]]:
-        """(split, shard number, records with their token ids), each shard as soon as it is full."""
-        waiting: dict[str, list] = {split: [] for split in SPLITS}
-        numbers = dict.fromkeys(SPLITS, 0)
-        for record in islice(read_records(self.path), self.first, self.end):
-            ids = prompt_token_ids(self.tokenizer, record["messages"], self.thinking)
-            if len(ids) > self.room:
-                self.skipped.append({"id": record["id"], "status": "dropped", "reason": "too_long"})
-                continue
-            split = record["split"]
-            waiting[split].append((record, ids))
-            if len(waiting[split]) == size:
-                yield split, numbers[split], waiting[split]
-                waiting[split] = []
-                numbers[split] += 1
-        for split in SPLITS:
-            if waiting[split]:
-                yield split, numbers[split], waiting[split]
 
 
 def make_engine(args: argparse.Namespace, profile: Profile, context: int) -> Engine:
@@ -244,7 +206,11 @@ def write_shard(path: Path, records: list[dict], top_k: int) -> None:
 
 
 def label_all(
-    args: argparse.Namespace, profile: Profile, prompts: Prompts, context: int, directory: Path
+    args: argparse.Namespace,
+    profile: Profile,
+    prompts: Prompts | RejectionPrompts,
+    context: int,
+    directory: Path,
 ) -> dict[str, int]:
     """Label every shard that is not on disk yet; returns the number of labels by split."""
     engine = None  # a resumed run, or the parent of workers, may find nothing left to do
@@ -325,9 +291,10 @@ def run_workers(args: argparse.Namespace) -> None:
 def make_stage(args: argparse.Namespace, profile: Profile, part: tuple[int, int] | None) -> Stage:
     workspace, architecture = profile.workspace, profile.architecture
     download = profile.command("download_models")
+    name = "labels" if args.from_rejections is None else "labels-rejections"
     return Stage(
         name="generate_teacher",
-        directory=workspace / ("labels" if part is None else f"labels.{part[0]}-of-{part[1]}"),
+        directory=workspace / (name if part is None else f"{name}.{part[0]}-of-{part[1]}"),
         command=own_command(),
         arguments={
             "engine": args.engine,
@@ -340,14 +307,47 @@ def make_stage(args: argparse.Namespace, profile: Profile, part: tuple[int, int]
             "thinking": architecture["thinking"],
             "eos_token_ids": architecture["eos_token_ids"],
         },
-        inputs={
-            "data/extended": stage_digest(
-                workspace / "data" / "extended", profile.command("prepare_extended")
-            ),
+        inputs=prompt_inputs(args, profile)
+        | {
             "models/base": stage_digest(workspace / "models" / "base", download),
             "models/teacher": stage_digest(workspace / "models" / "teacher", download),
         },
     )
+
+
+def prompt_inputs(args: argparse.Namespace, profile: Profile) -> dict[str, str]:
+    """Digests of what the prompts are made from."""
+    workspace, run = profile.workspace, args.from_rejections
+    if run is None:
+        made_by = profile.command("prepare_extended")
+        return {"data/extended": stage_digest(workspace / "data" / "extended", made_by)}
+    record = read_stage(workspace / "runs" / run, f"{profile.command('train')} --name {run}")
+    labels = stage_digest(workspace / "labels", profile.command("generate_teacher"))
+    return {"labels": labels, f"runs/{run}": digest(record["outputs"])}
+
+
+def make_prompts(
+    args: argparse.Namespace, profile: Profile, room: int
+) -> Prompts | RejectionPrompts:
+    """What will be labelled: the prepared prompts, or where a draft went wrong."""
+    workspace, architecture = profile.workspace, profile.architecture
+    if args.from_rejections is None:
+        return Prompts(
+            workspace / "data" / "extended" / "prompts.parquet",
+            load_tokenizer(workspace / "models" / "base"),
+            architecture["thinking"],
+            room,
+            args.limit,
+            args.shard,
+        )
+    cuda = torch.cuda.is_available()
+    draft = load_checkpoint(
+        workspace / "runs" / args.from_rejections / "checkpoint",
+        torch.bfloat16 if cuda else torch.float32,
+        "cuda" if cuda else "cpu",
+    )
+    shards = sorted((workspace / "labels" / "train").glob("*.parquet"))
+    return RejectionPrompts(shards, draft, architecture["eos_token_ids"], room, args.limit)
 
 
 def finish(args: argparse.Namespace, stage: Stage, total: int, skipped: list[dict]) -> None:
@@ -358,13 +358,15 @@ def finish(args: argparse.Namespace, stage: Stage, total: int, skipped: list[dic
     }
     if not counts["train"] and args.shard is None:
         raise ArtifactError("no train prompt was labelled: nothing to distil from")
+    dropped = Counter(s["reason"] for s in skipped if s["status"] == "dropped")
     rows = account(
         total,
         sum(counts.values()),
-        {"too_long": sum(s["status"] == "dropped" for s in skipped)},
+        {"too_long": 0} | dict(sorted(dropped.items())),
         sum(s["status"] == "failed" for s in skipped),
     )
-    counts["diagnostic"] = write_diagnostic(stage.partial, args.diagnostic, args.logprobs)
+    if args.from_rejections is None:
+        counts["diagnostic"] = write_diagnostic(stage.partial, args.diagnostic, args.logprobs)
     lines = "".join(json.dumps(entry) + "\n" for entry in skipped)
     (stage.partial / "skipped.jsonl").write_text(lines)
     stage.finish(rows=rows | {"by_split": counts})
@@ -442,14 +444,15 @@ def measure_self_agreement(args: argparse.Namespace, profile: Profile, context: 
 
 def main(args: argparse.Namespace) -> None:
     profile = load_profile(args.profile)
-    workspace, architecture = profile.workspace, profile.architecture
-    context = architecture["dimensions"]["max_position_embeddings"]
+    context = profile.architecture["dimensions"]["max_position_embeddings"]
     room = context - args.max_output_tokens
     if room < 1:
         raise ArtifactError(
             f"--max-output-tokens {args.max_output_tokens} leaves no room for a prompt in a "
             f"context of {context}"
         )
+    if args.from_rejections is not None and (args.shard or args.merge):
+        raise ArtifactError("--from-rejections is for one machine: leave out --shard and --merge")
     if args.merge is not None:
         return merge(args, profile)
     if args.self_agreement is not None:
@@ -457,15 +460,7 @@ def main(args: argparse.Namespace) -> None:
     stage = make_stage(args, profile, args.shard)
     if stage.is_done(args.force):
         return
-    tokenizer = load_tokenizer(workspace / "models" / "base")
-    prompts = Prompts(
-        workspace / "data" / "extended" / "prompts.parquet",
-        tokenizer,
-        architecture["thinking"],
-        room,
-        args.limit,
-        args.shard,
-    )
+    prompts = make_prompts(args, profile, room)
     if args.worker:
         label_all(args, profile, prompts, context, stage.partial)
         return

@@ -1,123 +1,164 @@
-"""Distillation objectives, and the packing of label records into training rows."""
+"""The distillation loss of packed rows, without the logits of all positions at once."""
 
 from __future__ import annotations
 
-import random
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
 
 from model import Qwen3, packed_attention
+from objectives import Labels, Objective, cross_entropy, survival_weights
+from packing import IGNORE, Batch
 
-IGNORE = -100
-
-
-class Example(NamedTuple):
-    """One label as a training sequence. targets[i] is what position i must predict, or IGNORE."""
-
-    token_ids: list[int]
-    targets: list[int]
-
-
-def make_example(prompt: list[int], output: list[int], max_tokens: int) -> Example | None:
-    """Loss on the output's tokens only, the EOS among them if the label has one.
-
-    The last prompt position predicts the first output token. A label longer than `max_tokens` is
-    cut at its end, which teaches no false end, since only an EOS id in the label is an end. None
-    where the prompt leaves no room for any output.
-    """
-    room = max_tokens + 1 - len(prompt)
-    if room < 1 or not output:
-        return None
-    output = output[:room]
-    ids = prompt + output[:-1]
-    return Example(ids, [IGNORE] * (len(prompt) - 1) + output)
-
-
-def pack(lengths: list[int], row_tokens: int, seed: str) -> list[list[int]]:
-    """Indices of sequences, shuffled and packed into rows of at most `row_tokens` tokens.
-
-    First fit over the last few open rows: keeps the order random and the rows well filled.
-    """
-    order = list(range(len(lengths)))
-    random.Random(seed).shuffle(order)
-    rows: list[list[int]] = []
-    open_rows: list[tuple[int, int]] = []  # (row, free tokens)
-    for index in order:
-        for slot, (row, free) in enumerate(open_rows):
-            if lengths[index] <= free:
-                rows[row].append(index)
-                open_rows[slot] = (row, free - lengths[index])
-                break
-        else:
-            rows.append([index])
-            open_rows.append((len(rows) - 1, row_tokens - lengths[index]))
-            open_rows = open_rows[-8:]
-    return rows
-
-
-class Batch(NamedTuple):
-    """Packed rows, all (rows, tokens) int64. segments: -1 is padding."""
-
-    token_ids: Tensor
-    positions: Tensor
-    segments: Tensor
-    targets: Tensor
-
-
-def collate(rows: list[list[Example]], device: str = "cpu") -> Batch:
-    """Lay each row's sequences side by side; positions restart, segments tell them apart."""
-    width = max(sum(len(e.token_ids) for e in row) for row in rows)
-    shape = (len(rows), width)
-    batch = Batch(
-        torch.zeros(shape, dtype=torch.int64),
-        torch.zeros(shape, dtype=torch.int64),
-        torch.full(shape, -1),
-        torch.full(shape, IGNORE),
-    )
-    for number, row in enumerate(rows):
-        at = 0
-        for segment, example in enumerate(row):
-            span = slice(at, at + len(example.token_ids))
-            batch.token_ids[number, span] = torch.tensor(example.token_ids)
-            batch.positions[number, span] = torch.arange(len(example.token_ids))
-            batch.segments[number, span] = segment
-            batch.targets[number, span] = torch.tensor(example.targets)
-            at = span.stop
-    return Batch(*(t.to(device) for t in batch))
+CHUNK = 2048  # label positions whose logits exist at a time: 1.2 GB in float32 at 151,936
 
 
 class Loss(NamedTuple):
-    """Sums over the label positions: loss in nats, correct argmax count, number of positions."""
+    """Sums over the label positions, scalars: the objective, and how often the argmax is the
+    teacher's token; and the number of positions."""
 
     total: Tensor
     correct: Tensor
     positions: int
 
 
-def sequence_loss(model: Qwen3, batch: Batch, chunk: int = 2048) -> Loss:
-    """Cross-entropy with the teacher's greedy tokens: sequence-level distillation.
+class ChunkedLoss(torch.autograd.Function):
+    """Σ objective(hidden · weightᵀ), `CHUNK` positions at a time.
 
-    Kim and Rush, Sequence-Level Knowledge Distillation (arXiv:1606.07947). Logits exist for label
-    positions only and for `chunk` of them at a time (recomputed in the backward pass), since
-    (tokens × 151,936) of them would be the largest tensor by far.
+    (tokens × 151,936) logits would be the largest tensor by far. A chunk's gradient is taken while
+    its logits exist, in the forward pass, so that none are kept and none are computed twice.
     """
-    hidden = model(batch.token_ids, batch.positions, packed_attention(batch.segments))
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Labels,
+        importance: Tensor | None,
+        objective: Objective,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden: (n, hidden), weight: (vocab, hidden) → (sum of the objective, correct argmaxes).
+
+        importance: (n,) factors on the positions' losses, or None.
+        """
+        training = any(ctx.needs_input_grad)
+        dtype = compute_dtype(hidden)
+        h, w = hidden.to(dtype), weight.to(dtype)
+        d_hidden = torch.empty_like(h) if training else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if training else None
+        total = hidden.new_zeros((), dtype=torch.float32)
+        correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        for number, part in enumerate(labels.split(chunk)):
+            span = slice(number * chunk, number * chunk + len(part.targets))
+            logits = (h[span] @ w.t()).float().detach().requires_grad_(training)
+            with torch.set_grad_enabled(training), torch.autocast(h.device.type, enabled=False):
+                losses = objective(logits, part)
+                if importance is not None:
+                    losses = losses * importance[span]
+                loss = losses.sum()
+            total += loss.detach()
+            correct += (logits.detach().argmax(-1) == part.targets).sum()
+            if training:
+                (gradient,) = torch.autograd.grad(loss, logits)
+                gradient = gradient.to(dtype)
+                d_hidden[span] = gradient @ w
+                d_weight += product(gradient.t(), h[span])
+        if training:
+            ctx.save_for_backward(d_hidden.to(hidden.dtype), d_weight.to(weight.dtype))
+        return total, correct
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, d_total: Tensor, _: Tensor) -> tuple:
+        d_hidden, d_weight = ctx.saved_tensors
+        return d_hidden * d_total, d_weight * d_total, None, None, None, None
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of products here: autocast's where it is on."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32; bf16 factors accumulate into it without rounding the result."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return (a @ b).float()
+
+
+@torch.no_grad()
+def label_probabilities(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """(n,) float32: the draft's probability of the teacher's token."""
+    dtype = compute_dtype(hidden)
+    w = weight.to(dtype)
+    found = []
+    for part, target in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        logits = (part.to(dtype) @ w.t()).float()
+        found.append(logits.gather(-1, target[:, None])[:, 0] - logits.logsumexp(-1))
+    return torch.cat(found).exp() if found else hidden.new_zeros(0)
+
+
+def sequence_loss(
+    model: Qwen3,
+    batch: Batch,
+    objective: Objective = cross_entropy,
+    survival: int | None = None,
+    chunk: int = CHUNK,
+) -> Loss:
+    """The objective over a batch's label positions.
+
+    survival: the draft length for `survival_weights`, scaled to a mean of 1; None: all positions
+    count alike.
+    """
+    weight = model.head_weight()
+    hidden = model(batch.token_ids, batch.positions, packed_attention(batch.segments), weight)
+    labelled = batch.targets != IGNORE
+    hidden = hidden[labelled]
+    labels = Labels(batch.targets[labelled], batch.top_ids, batch.top_logprobs)
+    importance = None
+    if survival is not None:
+        rows = torch.arange(len(batch.segments), device=hidden.device)[:, None]
+        sequence = (batch.segments + rows * batch.segments.shape[1])[labelled]
+        kept = label_probabilities(hidden, weight, labels.targets, chunk)
+        importance = survival_weights(kept, sequence, survival)
+        importance = importance / importance.mean().clamp(min=1e-6)
+    total, correct = ChunkedLoss.apply(hidden, weight, labels, importance, objective, chunk)
+    return Loss(total, correct, len(labels.targets))
+
+
+@torch.no_grad()
+def position_losses(model: Qwen3, batch: Batch, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+    """(n,) cross-entropy with the teacher's token and (n,) bool whether the argmax is it, at the
+    label positions, rows in order."""
+    weight = model.head_weight()
+    hidden = model(batch.token_ids, batch.positions, packed_attention(batch.segments), weight)
     labelled = batch.targets != IGNORE
     hidden, targets = hidden[labelled], batch.targets[labelled]
-    total = hidden.new_zeros((), dtype=torch.float32)
-    correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+    weight = weight.to(compute_dtype(hidden))
+    losses, hits = [], []
     for part, target in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        loss, hits = checkpoint(chunk_loss, model, part, target, use_reentrant=False)
-        total, correct = total + loss, correct + hits
-    return Loss(total, correct, len(targets))
+        logits = (part.to(weight.dtype) @ weight.t()).float()
+        losses.append(cross_entropy(logits, Labels(target)))
+        hits.append(logits.argmax(-1) == target)
+    return torch.cat(losses), torch.cat(hits)
 
 
-def chunk_loss(model: Qwen3, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """hidden: (n, hidden), targets: (n,) → summed cross-entropy, number of correct argmaxes."""
-    logits = F.linear(hidden, model.model.embed_tokens.weight).float()
-    hits = (logits.detach().argmax(-1) == targets).sum()
-    return F.cross_entropy(logits, targets, reduction="sum"), hits
+class Distiller(nn.Module):
+    """A draft with its loss as one module: sharded training (FSDP2) gathers weights in `forward`,
+    so the head has to be used inside of it."""
+
+    def __init__(self, model: Qwen3, objective: Objective, survival: int | None = None):
+        super().__init__()
+        self.model = model
+        self.objective, self.survival = objective, survival
+
+    def forward(self, batch: Batch, detail: bool = False) -> tuple[Tensor, Tensor]:
+        """(sum of the objective, correct argmaxes) over the batch's label positions; detail: what
+        `position_losses` gives for each of them."""
+        if detail:
+            return position_losses(self.model, batch)
+        loss = sequence_loss(self.model, batch, self.objective, self.survival)
+        return loss.total, loss.correct

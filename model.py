@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from artifacts import ArtifactError
 
@@ -120,15 +121,27 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x.float() * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
+class Projection(nn.Linear):
+    """A linear map without bias. transform: applied to the weight at each use, or None; training
+    through a packed format puts one there (qat.py)."""
+
+    def __init__(self, columns: int, rows: int):
+        super().__init__(columns, rows, bias=False)
+        self.transform: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight if self.transform is None else self.transform(self.weight))
+
+
 class Attention(nn.Module):
     def __init__(self, config: Config, layer: int):
         super().__init__()
         d, hd = config.hidden_size, config.head_dim
         self.layer, self.head_dim = layer, hd
-        self.q_proj = nn.Linear(d, config.num_attention_heads * hd, bias=False)
-        self.k_proj = nn.Linear(d, config.num_key_value_heads * hd, bias=False)
-        self.v_proj = nn.Linear(d, config.num_key_value_heads * hd, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * hd, d, bias=False)
+        self.q_proj = Projection(d, config.num_attention_heads * hd)
+        self.k_proj = Projection(d, config.num_key_value_heads * hd)
+        self.v_proj = Projection(d, config.num_key_value_heads * hd)
+        self.o_proj = Projection(config.num_attention_heads * hd, d)
         self.q_norm = RMSNorm(hd, config.rms_norm_eps)
         self.k_norm = RMSNorm(hd, config.rms_norm_eps)
 
@@ -145,9 +158,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Projection(config.hidden_size, config.intermediate_size)
+        self.up_proj = Projection(config.hidden_size, config.intermediate_size)
+        self.down_proj = Projection(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -170,6 +183,7 @@ class Backbone(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens.transform = None  # as in Projection
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -181,19 +195,33 @@ class Qwen3(nn.Module):
         super().__init__()
         self.config = config
         self.model = Backbone(config)
+        self.recompute = False  # activation checkpointing (arXiv:1604.06174), a block at a time
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, head: Tensor | None = None
+    ) -> Tensor:
         """Hidden states after the last norm.
 
         token_ids, positions: (batch, tokens) int64 → (batch, tokens, hidden) in the weights' dtype.
+        head: what `head_weight` gave, where the caller needs it too.
         The residual stream is float32 whatever the weights are: trained Qwen models carry a few
         activations thousands of times the median, next to which bf16 would lose the rest.
         """
         rope = rope_tables(positions, self.config)
-        x = self.model.embed_tokens(token_ids).float()
+        x = F.embedding(token_ids, self.head_weight() if head is None else head).float()
         for block in self.model.layers:
-            x = block(x, rope, attend)
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, rope, attend, use_reentrant=False)
+            else:
+                x = block(x, rope, attend)
         return self.model.norm(x)
+
+    def head_weight(self) -> Tensor:
+        """(vocab, hidden): the tied embedding as it is used, quantised where training says so."""
+        embedding = self.model.embed_tokens
+        if embedding.transform is None:
+            return embedding.weight
+        return embedding.transform(embedding.weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: (n, hidden) → (n, vocab) float32, with the embedding as head.
@@ -201,7 +229,7 @@ class Qwen3(nn.Module):
         bf16 weights accumulate into float32 logits: rounded to bf16, neighbours among 151,936
         logits would tie.
         """
-        head = self.model.embed_tokens.weight
+        head = self.head_weight()
         if head.dtype == torch.float32:
             return F.linear(hidden, head)
         if head.is_cuda:
@@ -212,15 +240,47 @@ class Qwen3(nn.Module):
 def packed_attention(segments: Tensor) -> Attend:
     """Causal attention within each segment of packed rows.
 
-    segments: (batch, tokens) int: equal numbers belong to one sequence; tokens of different
-    sequences, padding (a number of its own) included, don't see each other.
+    segments: (batch, tokens) int: equal numbers side by side belong to one sequence; tokens of
+    different sequences, padding (a number of its own) included, don't see each other. Half
+    precision on a GPU takes the variable-length flash kernel (FlashAttention-2, arXiv:2307.08691),
+    which reads no mask; anything else SDPA with one.
     """
     tokens = segments.shape[1]
+    if segments.is_cuda and torch.is_autocast_enabled("cuda"):
+        return flash_attention(sequence_bounds(segments), tokens)
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=segments.device).tril()
     mask = (segments[:, :, None] == segments[:, None, :])[:, None] & causal  # (batch, 1, T, T)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    return attend
+
+
+def sequence_bounds(segments: Tensor, multiple: int = 128) -> Tensor:
+    """Where each sequence of packed rows starts, rows laid end to end, and the end: int32.
+
+    Padded with the end, so that the length, which compiled code would specialise on, rarely
+    changes.
+    """
+    new = torch.ones_like(segments, dtype=torch.bool)
+    new[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    starts = new.flatten().nonzero()[:, 0]
+    padding = multiple - len(starts) % multiple
+    return F.pad(starts, (0, padding), value=segments.numel()).int()
+
+
+def flash_attention(bounds: Tensor, longest: int) -> Attend:
+    """Causal attention within the sequences that `bounds` separates; bf16, on a GPU."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch, heads, tokens, head_dim = q.shape
+        # The kernel takes (all tokens, heads, head_dim), as many key as query heads.
+        k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
+        q, k, v = (t.transpose(1, 2).flatten(0, 1).to(torch.bfloat16) for t in (q, k, v))
+        out = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0))
+        return out.unflatten(0, (batch, tokens)).transpose(1, 2)
 
     return attend
 

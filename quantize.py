@@ -2,12 +2,15 @@
 
 Reads runs/<run>/checkpoint (or models/base) and labels; writes workspace/<profile>/export/:
 weights.safetensors, config.json, quantization.json, contract.json and the tokenizer files. Linear
-weights become NF4, the tied embedding INT6, norms stay bf16 (formats.py). Prints size and error by
-kind of tensor, and how often the packed model's argmax is that of the bf16 checkpoint.
+weights become NF4, the tied embedding INT6, norms stay bf16 (formats.py); a run that was trained
+through the formats keeps its scales, so that its codes are the trained ones. Prints size and error
+by kind of tensor, and how often the packed model's argmax is that of the bf16 checkpoint.
 
     python quantize.py
     python quantize.py --profile tiny
     python quantize.py --profile tiny --run base --codec bf16    # to compare with: export-base-bf16
+    python quantize.py --sensitivity                             # what each tensor's packing costs
+    python quantize.py --release                # after evaluate.py --ladder: mark it as releasable
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -30,24 +34,29 @@ from artifacts import (
     Stage,
     digest,
     load_profile,
+    not_negative,
     own_command,
     parse_profile_args,
     plain_name,
     positive,
+    read_json,
     read_stage,
     run_command,
     sha256_file,
     stage_digest,
     write_json,
 )
+from calibration import Reference, input_moments, sensitivity
 from contract import make_contract, write_contract
-from formats import EXPORT_FORMAT, Export, pack_tensor, tensor_kind
-from losses import IGNORE, Example, collate, make_example
-from model import Qwen3, greedy, load_checkpoint, packed_attention, read_checkpoint
+from formats import EXPORT_FORMAT, Export, codec_of, pack_tensor, tensor_kind
+from model import Qwen3, greedy, load_checkpoint, read_checkpoint
+from packing import IGNORE, Example, LabelSet
 from prompts import TOKENIZER_FILES
-from records import read_labels
+from qat import read_scales
+from scales import METHODS, choose_scales
 
 KNOWN_ANSWER_PROMPT = 64
+CALIBRATION_TOKENS = 2048  # of a label, at most
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -63,9 +72,53 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--codec",
-        choices=["packed", "bf16"],
+        choices=["packed", "body", "bf16"],
         default="packed",
-        help="packed: as architecture.json states; bf16: unquantised (default: %(default)s)",
+        help="packed: as architecture.json states; body: the linear weights alone; bf16: "
+        "unquantised (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--scales",
+        choices=["trained", *METHODS],
+        help="how scales are chosen (default: trained where the run went through the formats, "
+        "else mse)",
+    )
+    parser.add_argument(
+        "--calibration-records",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="train labels that calibrated scales see (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--more-bits",
+        type=not_negative,
+        default=0,
+        metavar="N",
+        help="give INT6 instead of NF4 to the N linear weights whose packing costs most, measured "
+        "as --sensitivity does (default: 0)",
+    )
+    parser.add_argument(
+        "--sensitivity",
+        action="store_true",
+        help="measure each tensor packed alone and add it to quantization.json",
+    )
+    parser.add_argument(
+        "--max-bytes",
+        type=positive,
+        default=1_000_000_000,
+        metavar="N",
+        help="a packed export that is larger is refused (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--release",
+        action="store_true",
+        help="mark the export as releasable, if the ladder that was measured on it allows it",
+    )
+    parser.add_argument(
+        "--release-anyway",
+        metavar="REASON",
+        help="mark it although the ladder does not; the reason is recorded",
     )
     parser.add_argument(
         "--out",
@@ -114,8 +167,11 @@ def make_scheme(profile: Profile, codec: str) -> dict:
     """Codec and group size for each kind of tensor."""
     plain = {"codec": "bf16", "group_size": None}
     packed = profile.architecture["quantization"]
-    chosen = packed if codec == "packed" else {"linear": plain, "embedding": plain}
-    return {"linear": chosen["linear"], "embedding": chosen["embedding"], "norm": plain}
+    return {
+        "linear": plain if codec == "bf16" else packed["linear"],
+        "embedding": packed["embedding"] if codec == "packed" else plain,
+        "norm": plain,
+    }
 
 
 def checkpoint_tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
@@ -125,12 +181,43 @@ def checkpoint_tensors(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def pack_weights(checkpoint: Path, scheme: dict, path: Path) -> dict[str, dict]:
+class Scales:
+    """Where each weight's scales come from. method: trained | absmax | mse | calibrated."""
+
+    def __init__(
+        self,
+        scheme: dict,
+        method: str,
+        trained: dict[str, Tensor] | None,
+        moments: dict[str, Tensor] | None,
+    ):
+        self.scheme, self.method, self.trained, self.moments = scheme, method, trained, moments
+
+    def of(self, name: str, weight: Tensor) -> Tensor | None:
+        """bf16 scales (rows, groups), or None for a tensor that is not packed.
+
+        Raises ValueError where the format can't hold the weight or the scales are missing.
+        """
+        codec, size = codec_of(name, self.scheme)
+        if codec == "bf16":
+            return None
+        if self.method == "trained":
+            if name not in self.trained:
+                raise ValueError(f"{name}: the run has no trained scales for it")
+            return self.trained[name]
+        moments = self.moments[name] if self.moments else None
+        try:
+            return choose_scales(weight, codec, size, self.method, moments)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+
+def pack_weights(checkpoint: Path, scheme: dict, scales: Scales, path: Path) -> dict[str, dict]:
     """Write weights.safetensors; returns the entries of quantization.json."""
     entries, stored = {}, {}
     for name, tensor in tqdm(checkpoint_tensors(checkpoint), desc="pack", unit="tensor"):
         try:
-            entries[name], tensors = pack_tensor(name, tensor, scheme)
+            entries[name], tensors = pack_tensor(name, tensor, scheme, scales.of(name, tensor))
         except ValueError as error:
             raise ArtifactError(f"{checkpoint}: {error}") from None
         stored |= tensors
@@ -158,30 +245,6 @@ def print_report(entries: dict[str, dict], size: int) -> None:
     print(f"  weights.safetensors: {size:,} bytes")
 
 
-@torch.inference_mode()
-def measure_agreement(reference: Qwen3, packed: Qwen3, examples: list[Example]) -> dict:
-    """Over label positions: share of equal argmaxes, and mean KL(reference ‖ packed) in nats."""
-    equal = positions = 0
-    divergence = 0.0
-    for example in examples:
-        batch = collate([[example]], str(packed.model.embed_tokens.weight.device))
-        attend = packed_attention(batch.segments)
-        labelled = batch.targets[0] != IGNORE
-        logits = [
-            m.logits(m(batch.token_ids, batch.positions, attend)[0, labelled])
-            for m in (reference, packed)
-        ]
-        p, q = (values.log_softmax(-1) for values in logits)
-        equal += (logits[0].argmax(-1) == logits[1].argmax(-1)).sum().item()
-        divergence += (p.exp() * (p - q)).sum().item()
-        positions += len(p)
-    return {
-        "positions": positions,
-        "argmax_equal": equal / positions if positions else None,
-        "kl_nats": divergence / positions if positions else None,
-    }
-
-
 def known_answer(packed: Qwen3, prompt: list[int], draft_length: int, eos: list[int]) -> dict:
     """A short draft of the export in float32, which the server repeats when it loads it."""
     prompt = prompt[-KNOWN_ANSWER_PROMPT:]
@@ -193,79 +256,209 @@ def known_answer(packed: Qwen3, prompt: list[int], draft_length: int, eos: list[
     }
 
 
+def measured_examples(profile: Profile, count: int) -> list[Example]:
+    """Hold-out labels (diagnostic ones where there are none) to measure an export on."""
+    labels, context = (
+        profile.workspace / "labels",
+        profile.architecture["dimensions"]["max_position_embeddings"],
+    )
+    for split in ("holdout", "diagnostic"):
+        found = LabelSet([labels], split, context)
+        if len(found):
+            return [found[i] for i in range(min(count, len(found)))]
+    raise ArtifactError(
+        "the label set has neither hold-out nor diagnostic records to measure the export on; "
+        f"label more prompts: {profile.command('generate_teacher')} --force"
+    )
+
+
+class Preparation(NamedTuple):
+    """What is measured on the exact checkpoint before anything is packed."""
+
+    scheme: dict
+    moments: dict[str, Tensor] | None
+    sensitivity: dict[str, dict] | None
+    reference: Reference
+
+
+def prepare(
+    args: argparse.Namespace,
+    profile: Profile,
+    checkpoint: Path,
+    method: str,
+    examples: list[Example],
+    device: str,
+) -> Preparation:
+    """Load the checkpoint once for all that needs it, and let it go."""
+    model = load_checkpoint(checkpoint, torch.float32, device)
+    scheme, moments, measured = make_scheme(profile, args.codec), None, None
+    if method == "calibrated":
+        train = LabelSet([profile.workspace / "labels"], "train", CALIBRATION_TOKENS)
+        chosen = [train[i] for i in range(min(args.calibration_records, len(train)))]
+        found = input_moments(model, chosen, device)
+        moments = {name: value.cpu() for name, value in found.items()}
+    if args.sensitivity or args.more_bits:
+        used = "mse" if method == "trained" else method
+        length = profile.architecture["draft_length"]
+        measured = sensitivity(model, scheme, used, moments, examples, length, device)
+        print_sensitivity(measured)
+    if args.more_bits:
+        linear = [name for name in measured if codec_of(name, scheme)[0] == "nf4"]
+        worst = sorted(
+            linear, key=lambda n: (measured[n]["accepted_change"], -measured[n]["kl_nats"])
+        )
+        more = {"codec": "int6", "group_size": scheme["linear"]["group_size"]}
+        scheme["tensors"] = {name: more for name in sorted(worst[: args.more_bits])}
+    return Preparation(scheme, moments, measured, Reference(model, examples, device))
+
+
+def cost(entry: dict) -> tuple[float, float]:
+    """Sorts the tensors whose packing costs most acceptance first; then by KL."""
+    return entry["accepted_change"], -entry["kl_nats"]
+
+
+def print_sensitivity(measured: dict[str, dict], count: int = 10) -> None:
+    """The tensors whose packing alone moves the model most."""
+    print(f"  {'packed alone':44} {'KL, nats':>10} {'accepted':>9} {'change':>8}")
+    for name in sorted(measured, key=lambda n: -measured[n]["kl_nats"])[:count]:
+        entry = measured[name]
+        print(
+            f"  {name.removeprefix('model.'):44} {entry['kl_nats']:10.5f} "
+            f"{entry['accepted']:9.3f} {entry['accepted_change']:+8.3f}"
+        )
+
+
 def write_export(
-    args: argparse.Namespace, profile: Profile, checkpoint: Path, contract: dict, directory: Path
+    args: argparse.Namespace,
+    profile: Profile,
+    checkpoint: Path,
+    contract: Callable[[dict], dict],
+    directory: Path,
 ) -> dict:
-    """Fill `directory`; returns the figures."""
-    scheme = contract["fields"]["quantization"]
+    """Fill `directory`; returns the figures. contract: makes it for the scheme that is used."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    examples = measured_examples(profile, args.agreement_records)
+    trained = read_scales(checkpoint) if args.codec == "packed" else None
+    method = scales_method(args, trained, checkpoint)
+    found = prepare(args, profile, checkpoint, method, examples, device)
     weights = directory / "weights.safetensors"
-    entries = pack_weights(checkpoint, scheme, weights)
+    scales = Scales(found.scheme, method, trained, found.moments)
+    entries = pack_weights(checkpoint, found.scheme, scales, weights)
     for name in ("config.json", "generation_config.json", *TOKENIZER_FILES):
         if (checkpoint / name).is_file():
             shutil.copyfile(checkpoint / name, directory / name)
     size = weights.stat().st_size
+    print_report(entries, size)
+    if args.codec == "packed" and size > args.max_bytes:
+        raise ArtifactError(
+            f"the export has {size:,} bytes, more than --max-bytes {args.max_bytes:,}"
+        )
     quantization = {
         "format": EXPORT_FORMAT,
-        "scheme": scheme,
+        "scheme": found.scheme,
+        "scales": method,
         "draft_length": profile.architecture["draft_length"],
         "weights": {"bytes": size, "sha256": sha256_file(weights)},
         "tensors": entries,
     }
+    if found.sensitivity is not None:
+        quantization["sensitivity"] = found.sensitivity
     write_json(directory / "quantization.json", quantization)
-    write_contract(directory, contract)
-    print_report(entries, size)
+    made = contract(found.scheme)
+    write_contract(directory, made)
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     packed = Export(directory).load(torch.float32, device)
-    reference = load_checkpoint(checkpoint, torch.float32, device)
-    records = read_labels(profile.workspace / "labels", "holdout")
-    records = records or read_labels(profile.workspace / "labels", "diagnostic")
-    if not records:
-        raise ArtifactError(
-            "the label set has neither hold-out nor diagnostic records to measure the export on; "
-            f"label more prompts: {profile.command('generate_teacher')} --force"
-        )
-    context = packed.config.max_position_embeddings
-    examples = [
-        make_example(r["prompt_token_ids"], r["output_token_ids"], context)
-        for r in records[: args.agreement_records]
-    ]
-    agreement = measure_agreement(reference, packed, [e for e in examples if e is not None])
-    eos = profile.architecture["eos_token_ids"]
-    length = profile.architecture["draft_length"]
-    quantization["agreement"] = agreement
-    quantization["known_answer"] = known_answer(packed, records[0]["prompt_token_ids"], length, eos)
+    quantization["agreement"] = found.reference.compare(packed)
+    eos, length = (profile.architecture[key] for key in ("eos_token_ids", "draft_length"))
+    prompt = first_prompt(examples[0])
+    quantization["known_answer"] = known_answer(packed, prompt, length, eos)
     write_json(directory / "quantization.json", quantization)
-    return {"bytes": size, "agreement": agreement}
+    print(f"  agreement with the bf16 checkpoint: {quantization['agreement']}")
+    print(f"  contract {made['fingerprint']}")
+    return {"bytes": size, "agreement": quantization["agreement"], "scales": method}
+
+
+def first_prompt(example: Example) -> list[int]:
+    """The prompt part of a training sequence."""
+    start = next(i for i, target in enumerate(example.targets) if target != IGNORE)
+    return list(example.token_ids[: start + 1])
+
+
+def scales_method(
+    args: argparse.Namespace, trained: dict[str, Tensor] | None, checkpoint: Path
+) -> str:
+    """--scales, or what suits the run; ArtifactError where trained ones are asked for in vain."""
+    if args.scales == "trained" and trained is None:
+        raise ArtifactError(
+            f"{checkpoint} was not trained through the packed formats and has no scales; train "
+            "with --qat, or take --scales mse"
+        )
+    return args.scales or ("trained" if trained is not None else "mse")
+
+
+# ------------------------------------------------------------------------------------- release
+
+
+def release(args: argparse.Namespace, profile: Profile) -> None:
+    """Mark the export as releasable where the ladder measured on this very export allows it.
+
+    The mark is a file beside the weights, release.json: the ladder's verdict, and the reason where
+    it was overruled. Making the export again removes it.
+    """
+    directory = profile.workspace / export_name(args)
+    command = own_command()
+    record = read_stage(directory, profile.command("quantize"))
+    ladder = profile.workspace / "ladder"
+    measure = f"{profile.command('evaluate')} --ladder"
+    read_stage(ladder, measure)
+    results = read_json(ladder / "results.json", f"run: {measure}")
+    if results["export"] != digest(record["outputs"]):
+        raise ArtifactError(f"{ladder} was measured on another export; run: {measure}")
+    if not results["releasable"] and args.release_anyway is None:
+        raise ArtifactError(
+            f"not releasable: {results['verdict']}; improve the export, or record why it is "
+            f"released all the same: {command} --release-anyway REASON"
+        )
+    mark = {
+        "weights": record["outputs"]["weights.safetensors"]["sha256"],
+        "releasable": results["releasable"],
+        "verdict": results["verdict"],
+        "ladder": digest(results),
+        "overruled_because": None if results["releasable"] else args.release_anyway,
+    }
+    write_json(directory / "release.json", mark)
+    print(f"  {directory} is marked as releasable: {results['verdict']}")
+
+
+# ---------------------------------------------------------------------------------------- main
 
 
 def main(args: argparse.Namespace) -> None:
     profile = load_profile(args.profile)
+    if args.release or args.release_anyway is not None:
+        return release(args, profile)
     checkpoint, source, label_set = checkpoint_source(profile, args.run)
     labels = stage_digest(profile.workspace / "labels", profile.command("generate_teacher"))
-    scheme = make_scheme(profile, args.codec)
+    neutral = ("profile", "force", "out", "release", "release_anyway")
     stage = Stage(
         name="quantize",
         directory=profile.workspace / export_name(args),
         command=own_command(),
-        arguments={
-            "run": args.run,
-            "codec": args.codec,
-            "scheme": scheme,
-            "agreement_records": args.agreement_records,
+        arguments={k: v for k, v in vars(args).items() if k not in neutral}
+        | {
+            "scheme": make_scheme(profile, args.codec),
             "architecture": digest(profile.architecture),
         },
         inputs={"checkpoint": source, "labels": labels},
     )
     if stage.is_done(args.force):
         return
-    contract = make_contract(checkpoint, profile.architecture, label_set, scheme, source)
+
+    def contract(scheme: dict) -> dict:
+        return make_contract(checkpoint, profile.architecture, label_set, scheme, source)
+
     with stage.working_directory() as directory:
-        figures = write_export(args, profile, checkpoint, contract, directory)
-        stage.finish(results=figures)
-    agreement = figures["agreement"]
-    print(f"  agreement with the bf16 checkpoint: {agreement}")
-    print(f"  contract {contract['fingerprint']}")
+        stage.finish(results=write_export(args, profile, checkpoint, contract, directory))
 
 
 if __name__ == "__main__":

@@ -1,46 +1,67 @@
-"""Stage 5: distil the base on the teacher's greedy labels.
+"""Stage 5: distil the base on the teacher's labels.
 
 Reads models/base and labels; writes workspace/<profile>/runs/<name>/: checkpoint/ (a Hugging Face
 directory, bf16), metrics.jsonl and loss.png. Only label positions carry loss; sequences are packed
-and don't see each other. An interrupted run goes on from its last saved step and ends with the
-same bytes as an undisturbed one on the same machine.
+and don't see each other. The last part of training goes through the packed formats that are served
+(--qat). The checkpoint is the one that drafted best for the hold-out. An interrupted run goes on
+from its last saved step and, on a CPU, ends with the same bytes as an undisturbed one.
 
     python train.py
     python train.py --profile tiny
+    python train.py --name kl --objective topk-kl            # labels with --logprobs
+    python train.py --name more --also labels-rejections     # generate_teacher.py --from-rejections
+    python train.py --optimizer adamw8bit --checkpointing    # a 24 GB GPU
+    torchrun --nproc-per-node 8 train.py                     # FSDP2 over 8 GPUs
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import math
 import os
 import shutil
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from artifacts import (
     ArtifactError,
+    Profile,
     Stage,
     account,
+    digest,
     load_profile,
     number_between,
     own_command,
     parse_profile_args,
     plain_name,
     positive,
+    read_stage,
     run_command,
     stage_digest,
 )
-from losses import Batch, Example, collate, make_example, pack, sequence_loss
-from model import Qwen3, load_checkpoint
+from losses import Distiller
+from model import load_checkpoint
+from objectives import mix, needs_top_k, parse_objective
+from packing import Example, LabelSet, pack
+from parallel import World, join_world, leave_world, shard
 from prompts import TOKENIZER_FILES
-from records import read_labels
+from qat import attach, attach_scales, save_scales
+from runstate import State
+from training import (
+    compile_blocks,
+    evaluate,
+    make_optimizer,
+    micro_batches,
+    schedule,
+    train_step,
+)
 
 
 def run_name(text: str) -> str:
@@ -59,8 +80,63 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--name", type=run_name, default="distilled", help="of the run (default: distilled)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the data order (default: 0)")
+    add_objective_flags(parser)
+    add_schedule_flags(parser)
+    add_machine_flags(parser)
+    parser.add_argument("--force", action="store_true", help="replace an earlier run")
+    return parse_profile_args(
+        parser,
+        argv,
+        epochs=6,
+        learning_rate=2e-3,
+        row_tokens=512,
+        batch_rows=8,
+        micro_rows=8,
+        save_every=50,
+        evaluate_every=50,
+        compile=False,
+    )
+
+
+def add_objective_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--objective",
+        type=parse_objective,
+        default="ce",
+        metavar="O",
+        help="ce, topk-kl, topk-tv (objectives.py) or a mix: ce=0.5,topk-tv=0.5 (%(default)s)",
+    )
+    parser.add_argument(
+        "--survival",
+        action="store_true",
+        help="a token that comes after a likely rejection counts less (objectives.py)",
+    )
+    parser.add_argument(
+        "--also",
+        type=plain_name,
+        nargs="+",
+        default=[],
+        metavar="LABELS",
+        help="more label directories of the workspace, e.g. labels-rejections",
+    )
+    parser.add_argument(
+        "--init", type=plain_name, default="base", metavar="RUN", help="start from (%(default)s)"
+    )
+    parser.add_argument(
+        "--qat",
+        type=number_between(0, 1),
+        default=0.25,
+        metavar="SHARE",
+        help="of the steps, the last ones, that train through the packed formats (%(default)s)",
+    )
+    parser.add_argument(
+        "--qat-scales", choices=["absmax", "mse"], default="mse", help="(default: %(default)s)"
+    )
+
+
+def add_schedule_flags(parser: argparse.ArgumentParser) -> None:
     number = {"type": positive, "metavar": "N"}
+    parser.add_argument("--seed", type=int, default=0, help="of the data order (default: 0)")
     parser.add_argument(
         "--epochs", default=2, **number, help="passes over the labels (%(default)s)"
     )
@@ -81,42 +157,45 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--row-tokens", default=4096, **number, help="a packed row (%(default)s)")
     parser.add_argument("--batch-rows", default=8, **number, help="rows a step (%(default)s)")
-    parser.add_argument(
-        "--micro-rows",
-        default=1,
-        **number,
-        help="rows a forward pass; gradients accumulate (%(default)s)",
-    )
     parser.add_argument("--save-every", default=200, **number, help="steps (%(default)s)")
     parser.add_argument("--evaluate-every", default=200, **number, help="steps (%(default)s)")
     parser.add_argument(
         "--evaluate-records", default=64, **number, help="hold-out labels measured (%(default)s)"
     )
-    parser.add_argument("--force", action="store_true", help="replace an earlier run")
-    return parse_profile_args(
-        parser,
-        argv,
-        epochs=6,
-        learning_rate=2e-3,
-        row_tokens=512,
-        batch_rows=8,
-        micro_rows=8,
-        save_every=50,
-        evaluate_every=50,
+
+
+def add_machine_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--micro-rows",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="rows a forward pass; gradients accumulate (%(default)s)",
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=["adamw", "adamw8bit"],
+        default="adamw",
+        help="states in float32, or in 8 bits by bitsandbytes (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--checkpointing",
+        action="store_true",
+        help="keep no activations inside blocks: less memory, a third more work",
+    )
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on a GPU: fuse kernels by torch.compile; takes a minute at the start",
+    )
+    parser.add_argument(
+        "--tensorboard", action="store_true", help="also write events for TensorBoard, if installed"
     )
 
 
-def load_examples(labels: Path, split: str, row_tokens: int) -> tuple[list[Example], dict]:
-    """A split's labels as training sequences, and the account of every record."""
-    records = read_labels(labels, split, ["prompt_token_ids", "output_token_ids"])
-    made = [make_example(r["prompt_token_ids"], r["output_token_ids"], row_tokens) for r in records]
-    kept = [example for example in made if example is not None]
-    return kept, account(len(made), len(kept), {"prompt_fills_the_row": len(made) - len(kept)})
-
-
-def make_plan(examples: list[Example], args: argparse.Namespace) -> list[list[list[int]]]:
+def make_plan(lengths: list[int], args: argparse.Namespace) -> list[list[list[int]]]:
     """Every step's rows of example indices, for the whole run: a function of the seed alone."""
-    lengths = [len(example.token_ids) for example in examples]
     steps = []
     for epoch in range(args.epochs):
         rows = pack(lengths, args.row_tokens, f"{args.seed}/{epoch}")
@@ -124,150 +203,138 @@ def make_plan(examples: list[Example], args: argparse.Namespace) -> list[list[li
     return steps
 
 
-def schedule(step: int, steps: int, warmup: float) -> float:
-    """Factor on the learning rate: linear warm-up, then a cosine down to a tenth."""
-    rising = max(1, round(steps * warmup))
-    if step < rising:
-        return (step + 1) / rising
-    progress = (step - rising) / max(1, steps - rising)
-    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
+class Run:
+    """The training loop over a plan; its parts share this state."""
 
-
-def make_optimizer(model: Qwen3, args: argparse.Namespace) -> torch.optim.AdamW:
-    """AdamW (arXiv:1711.05101); norms are not decayed."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    norms = [p for p in model.parameters() if p.ndim == 1]
-    groups = [
-        {"params": matrices, "weight_decay": args.weight_decay},
-        {"params": norms, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95))
-
-
-def autocast(device: str) -> torch.autocast:
-    """bf16 products on a GPU around float32 master weights; float32 on a CPU."""
-    return torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda")
-
-
-def train_step(
-    model: Qwen3, optimizer: torch.optim.Optimizer, batches: list[Batch], device: str
-) -> dict[str, float]:
-    """One update over all micro-batches, normalised by their label positions together."""
-    positions = sum(int((b.targets != -100).sum()) for b in batches)
-    total = correct = 0.0
-    for batch in batches:
-        with autocast(device):
-            loss = sequence_loss(model, Batch(*(t.to(device) for t in batch)))
-        (loss.total / positions).backward()
-        total, correct = total + loss.total.item(), correct + loss.correct.item()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return {
-        "loss": total / positions,
-        "accuracy": correct / positions,
-        "gradient_norm": norm.item(),
-        "label_tokens": positions,
-    }
-
-
-@torch.inference_mode()
-def evaluate(model: Qwen3, examples: list[Example], device: str) -> dict[str, float]:
-    """Teacher-forced loss and top-1 agreement with the teacher on the hold-out."""
-    total = correct = positions = 0
-    for start in range(0, len(examples), 16):
-        batch = collate([[example] for example in examples[start : start + 16]], device)
-        with autocast(device):
-            loss = sequence_loss(model, batch)
-        total, correct = total + loss.total.item(), correct + loss.correct.item()
-        positions += loss.positions
-    return {"holdout_loss": total / positions, "holdout_accuracy": correct / positions}
-
-
-class State:
-    """What a run needs to go on: one file, replaced whole; metrics are cut back to match it."""
-
-    def __init__(self, directory: Path, model: Qwen3, optimizer: torch.optim.Optimizer):
-        self.path, self.metrics = directory / "state.pt", directory / "metrics.jsonl"
-        self.model, self.optimizer = model, optimizer
-
-    def save(self, step: int) -> None:
-        partial = self.path.with_suffix(".tmp")
-        torch.save(
-            {
-                "step": step,
-                "metrics_bytes": self.metrics.stat().st_size if self.metrics.exists() else 0,
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-            },
-            partial,
-        )
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, self.path)
-
-    def restore(self) -> int:
-        """The step to go on with: 0 where nothing was saved."""
-        if not self.path.is_file():
-            self.metrics.unlink(missing_ok=True)
-            return 0
-        try:
-            saved = torch.load(self.path, map_location="cpu", weights_only=True)
-        except Exception as error:  # a damaged file raises whatever its parser stumbles over
-            raise ArtifactError(
-                f"{self.path} is damaged ({type(error).__name__}): remove it, and the same command "
-                "starts over"
-            ) from None
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        os.truncate(self.metrics, saved["metrics_bytes"])
-        print(f"train: going on from step {saved['step']}")
-        return saved["step"]
-
-
-def run_steps(
-    args: argparse.Namespace,
-    model: Qwen3,
-    examples: list[Example],
-    holdout: list[Example],
-    state: State,
-    device: str,
-) -> dict:
-    """The training loop, from the last saved step on; returns the run's figures."""
-    plan = make_plan(examples, args)
-    optimizer, first = state.optimizer, state.restore()
-    micro = args.micro_rows
-    began, tokens = time.monotonic(), 0
-    with (
-        open(state.metrics, "a") as metrics,
-        tqdm(total=len(plan), initial=first, unit="step", desc="train") as progress,
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        profile: Profile,
+        world: World,
+        state: State,
+        train: LabelSet,
+        holdout: list[Example],
     ):
+        self.args, self.world, self.state = args, world, state
+        self.train, self.holdout = train, holdout
+        self.plan = make_plan(train.lengths, args)
+        self.scheme = profile.architecture["quantization"]
+        self.draft_length = profile.architecture["draft_length"]
+        self.through_formats = len(self.plan) - round(args.qat * len(self.plan))
+        # Compiled kernels want one shape.
+        self.width = args.row_tokens if world.kind == "cuda" else None
+
+    def evaluate(self) -> dict[str, float]:
+        """The hold-out's figures; nothing where there is none."""
+        if not self.holdout:
+            return {}
+        args = self.args
+        return evaluate(
+            self.state.distiller,
+            self.holdout,
+            self.draft_length,
+            self.world,
+            args.row_tokens,
+            args.micro_rows,
+            self.width,
+        )
+
+    def enter_formats(self) -> None:
+        """From here on the forward pass uses the packed values; what drafted best before does not
+        count, as it is another model that will be served."""
+        model = self.state.distiller.model
+        try:
+            self.state.scales = attach(model, self.scheme, self.args.qat_scales)
+        except ValueError as error:
+            raise ArtifactError(f"--qat: {error}; train with --qat 0") from None
+        self.state.best = None
+
+    def steps(self, first: int) -> Iterator[dict]:
+        """One dict of figures a step, from `first` on."""
+        args, state, plan = self.args, self.state, self.plan
+        if state.scales is not None:
+            attach_scales(state.distiller.model, self.scheme, state.scales)
         for step in range(first, len(plan)):
-            for group in optimizer.param_groups:
+            if step == self.through_formats:
+                self.enter_formats()
+            for group in state.optimizer.param_groups:
                 group["lr"] = args.learning_rate * schedule(step, len(plan), args.warmup)
-            rows = [[examples[i] for i in row] for row in plan[step]]
-            batches = [collate(rows[i : i + micro]) for i in range(0, len(rows), micro)]
-            result = {"step": step + 1, "learning_rate": optimizer.param_groups[0]["lr"]}
-            result |= train_step(model, optimizer, batches, device)
+            rows = [[self.train[i] for i in row] for row in plan[step]]
+            batches = micro_batches(rows, self.world, args.micro_rows, self.width)
+            result = {"step": step + 1, "learning_rate": state.optimizer.param_groups[0]["lr"]}
+            result |= train_step(state.distiller, state.optimizer, batches, self.world)
+            result["tokens"] = sum(self.train.lengths[i] for row in plan[step] for i in row)
             last = step + 1 == len(plan)
-            if holdout and (last or (step + 1) % args.evaluate_every == 0):
-                result |= evaluate(model, holdout, device)
-            metrics.write(json.dumps(result) + "\n")
-            metrics.flush()
-            tokens += sum(int((b.segments >= 0).sum()) for b in batches)
-            progress.set_postfix(loss=f"{result['loss']:.3f}")
-            progress.update()
+            if last or (step + 1) % args.evaluate_every == 0 or step + 1 == self.through_formats:
+                result |= self.evaluate()
+                state.keep_if_best(step + 1, result.get("holdout_accepted", step + 1))
+            yield result
             if last or (step + 1) % args.save_every == 0:
                 state.save(step + 1)
-    seconds = time.monotonic() - began
-    return {"steps": len(plan), "tokens_per_second": round(tokens / max(seconds, 1e-9), 1)}
+
+    def run(self) -> dict:
+        """All steps; returns the run's figures."""
+        first = self.state.restore()
+        began, tokens, total = time.monotonic(), 0, len(self.plan)
+        with (
+            open(self.state.metrics if self.world.first else os.devnull, "a") as metrics,
+            event_writer(self.args, self.state.metrics.parent, self.world) as events,
+            tqdm(
+                total=total, initial=first, unit="step", desc="train", disable=not self.world.first
+            ) as progress,
+        ):
+            for result in self.steps(first):
+                metrics.write(json.dumps(result) + "\n")
+                metrics.flush()
+                events(result)
+                tokens += result["tokens"]
+                progress.set_postfix(loss=f"{result['loss']:.3f}")
+                progress.update()
+        seconds = max(time.monotonic() - began, 1e-9)
+        return {
+            "steps": total,
+            "through_formats": len(self.plan) - self.through_formats,
+            "best": self.state.best,
+            "tokens_per_second": round(tokens / seconds, 1),
+            "peak_memory_bytes": peak_memory(self.world),
+        }
 
 
-def save_checkpoint(model: Qwen3, base: Path, directory: Path) -> None:
-    """bf16 weights beside the base's own config and tokenizer files."""
+def peak_memory(world: World) -> int | None:
+    return torch.cuda.max_memory_allocated() if world.kind == "cuda" else None
+
+
+@contextlib.contextmanager
+def event_writer(
+    args: argparse.Namespace, directory: Path, world: World
+) -> Iterator[Callable[[dict], None]]:
+    """Gives what takes a step's figures to TensorBoard, or to nowhere."""
+    if not args.tensorboard or not world.first:
+        yield lambda result: None
+        return
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ArtifactError("--tensorboard: pip install tensorboard, or leave it out") from None
+    # Beside the run's directory: event files carry times, which no artefact should.
+    with SummaryWriter(directory.with_name(f"{args.name}.events")) as writer:
+
+        def write(result: dict) -> None:
+            for name, value in result.items():
+                if name != "step":
+                    writer.add_scalar(name, value, result["step"])
+
+        yield write
+
+
+def write_checkpoint(state: State, base: Path, directory: Path) -> None:
+    """The best bf16 weights beside the base's own config and tokenizer files, and the scales of the
+    formats that they were trained through."""
     directory.mkdir(exist_ok=True)
-    tensors = {n: p.detach().to("cpu", torch.bfloat16) for n, p in model.named_parameters()}
+    tensors = load_file(state.best_path)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    if state.scales is not None:
+        save_scales(state.scales, directory)
     for name in ("config.json", "generation_config.json", *TOKENIZER_FILES):
         if (base / name).is_file():
             shutil.copyfile(base / name, directory / name)
@@ -290,42 +357,101 @@ def plot_losses(metrics: Path, path: Path) -> None:
     plt.close(figure)
 
 
-def stage_arguments(args: argparse.Namespace) -> dict:
+def stage_arguments(args: argparse.Namespace, world: World) -> dict:
     """Flags that can change the result."""
-    neutral = ("profile", "force", "name", "save_every")
-    return {name: value for name, value in vars(args).items() if name not in neutral}
+    neutral = ("profile", "force", "name", "save_every", "tensorboard")
+    flags = {name: value for name, value in vars(args).items() if name not in neutral}
+    return flags | {"device": world.kind, "processes": world.size}
 
 
-def main(args: argparse.Namespace) -> None:
-    profile = load_profile(args.profile)
-    base, labels = profile.workspace / "models" / "base", profile.workspace / "labels"
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    stage = Stage(
+def initial_model(args: argparse.Namespace, profile: Profile) -> tuple[Path, str]:
+    """(checkpoint directory, digest of the stage that made it)."""
+    if args.init == "base":
+        directory = profile.workspace / "models" / "base"
+        return directory, stage_digest(directory, profile.command("download_models"))
+    directory = profile.workspace / "runs" / args.init
+    record = read_stage(directory, profile.command("train") + f" --name {args.init}")
+    return directory / "checkpoint", digest(record["outputs"])
+
+
+def make_stage(args: argparse.Namespace, profile: Profile, world: World, source: str) -> Stage:
+    labels = profile.command("generate_teacher")
+    inputs = {
+        "models/base" if args.init == "base" else f"runs/{args.init}": source,
+        "labels": stage_digest(profile.workspace / "labels", labels),
+    }
+    for name in args.also:
+        made_by = f"{labels} --from-rejections"
+        inputs[name] = stage_digest(profile.workspace / name, made_by)
+    return Stage(
         name="train",
         directory=profile.workspace / "runs" / args.name,
         command=own_command(),
-        arguments=stage_arguments(args) | {"device": device},
-        inputs={
-            "models/base": stage_digest(base, profile.command("download_models")),
-            "labels": stage_digest(labels, profile.command("generate_teacher")),
-        },
+        arguments=stage_arguments(args, world),
+        inputs=inputs,
     )
-    if stage.is_done(args.force):
+
+
+def check_machine(args: argparse.Namespace, world: World) -> None:
+    if args.optimizer == "adamw8bit" and world.size > 1:
+        raise ArtifactError(
+            "--optimizer adamw8bit is for one process; sharded, AdamW's states are small: "
+            "--optimizer adamw"
+        )
+
+
+def make_state(
+    args: argparse.Namespace, world: World, checkpoint: Path, directory: Path, draft_length: int
+) -> State:
+    model = load_checkpoint(checkpoint, torch.float32, world.device)
+    model.recompute = args.checkpointing
+    survival = draft_length if args.survival else None
+    distiller = Distiller(model, mix(args.objective), survival)
+    shard(distiller, world)
+    if args.compile and world.kind == "cuda":
+        compile_blocks(model)
+    optimizer = make_optimizer(distiller, args.optimizer, args.learning_rate, args.weight_decay)
+    return State(directory, world, distiller, optimizer)
+
+
+def run_in(args: argparse.Namespace, world: World) -> None:
+    profile = load_profile(args.profile)
+    check_machine(args, world)
+    checkpoint, source = initial_model(args, profile)
+    stage = make_stage(args, profile, world, source)
+    if world.from_first(stage.is_done(args.force) if world.first else None):
         return
-    examples, rows = load_examples(labels, "train", args.row_tokens)
-    if not examples:
+    directories = [profile.workspace / name for name in ("labels", *args.also)]
+    train = LabelSet(directories, "train", args.row_tokens, needs_top_k(args.objective))
+    if not len(train):
         raise ArtifactError(f"no label fits into --row-tokens {args.row_tokens}")
-    holdout = load_examples(labels, "holdout", args.row_tokens)[0][: args.evaluate_records]
-    model = load_checkpoint(base, torch.float32, device)
-    with stage.working_directory(resume=True, force=args.force) as directory:
-        before = evaluate(model, holdout, device) if holdout else {}
-        state = State(directory, model, make_optimizer(model, args))
-        figures = run_steps(args, model, examples, holdout, state, device)
-        after = evaluate(model, holdout, device) if holdout else {}
-        save_checkpoint(model, base, directory / "checkpoint")
-        plot_losses(state.metrics, directory / "loss.png")
-        stage.finish(rows=rows, results=figures | {"before": before, "after": after})
-    print(f"  {figures}; hold-out before {before}, after {after}")
+    rows = account(train.total, len(train), {"prompt_fills_the_row": train.total - len(train)})
+    held = LabelSet(directories[:1], "holdout", args.row_tokens)
+    holdout = [held[i] for i in range(min(args.evaluate_records, len(held)))]
+    # Rank 0 holds the directory's lock; the others begin when it is there.
+    working = stage.working_directory(resume=True, force=args.force)
+    with working if world.first else contextlib.nullcontext(stage.partial) as directory:
+        world.from_first(None)
+        length = profile.architecture["draft_length"]
+        state = make_state(args, world, checkpoint, directory, length)
+        run = Run(args, profile, world, state, train, holdout)
+        before = run.evaluate()
+        figures = run.run()
+        after = run.evaluate()
+        if world.first:
+            base = profile.workspace / "models" / "base"
+            write_checkpoint(state, base, directory / "checkpoint")
+            plot_losses(state.metrics, directory / "loss.png")
+            stage.finish(rows=rows, results=figures | {"before": before, "after": after})
+            print(f"  {figures}; hold-out before {before}, after {after}")
+
+
+def main(args: argparse.Namespace) -> None:
+    world = join_world()
+    try:
+        run_in(args, world)
+    finally:
+        leave_world(world)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ import pytest
 import evaluate
 from artifacts import ArtifactError
 from client import Reply
-from evaluate import check_ratio, draft_rounds, matching, net_speedup, summarise
+from evaluate import check_ratio
+from rounds import draft_rounds, matching, net_speedup, summarise
 
 PROMPT = [1, 2, 3]
 

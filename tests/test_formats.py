@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import bitsandbytes.functional as bnb
 import numpy as np
 import pytest
@@ -13,17 +15,18 @@ import formats
 from formats import (
     NF4_CODEBOOK,
     absmax_scales,
-    dequantize_int6,
-    dequantize_nf4,
+    dequantize,
     int6_codes,
     nf4_codes,
     pack_nibbles,
     pack_sixes,
-    quantize_int6,
-    quantize_nf4,
+    quantize,
     unpack_nibbles,
     unpack_sixes,
 )
+
+quantize_nf4, quantize_int6 = partial(quantize, "nf4"), partial(quantize, "int6")
+dequantize_nf4, dequantize_int6 = partial(dequantize, "nf4"), partial(dequantize, "int6")
 
 shapes = st.tuples(st.integers(1, 9), st.integers(1, 6)).map(lambda s: (s[0], s[1] * 64))
 seeds = st.integers(0, 2**31)
@@ -114,12 +117,12 @@ def test_every_value_is_within_half_a_step(shape, seed, spread):
     """Each code is the nearest one: no other code of its group comes closer."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator) * spread
-    for quantize, dequantize, table in (
+    for pack, unpack, table in (
         (quantize_nf4, dequantize_nf4, NF4_CODEBOOK),
         (quantize_int6, dequantize_int6, torch.arange(-32.0, 32.0)),
     ):
-        packed = quantize(weight)
-        values = dequantize(packed.codes, packed.scales)
+        packed = pack(weight)
+        values = unpack(packed.codes, packed.scales)
         scales = packed.scales.float().repeat_interleave(64, 1)
         nearest = (weight[..., None] - table * scales[..., None]).abs().amin(-1)
         error = (weight - values).abs()
@@ -142,12 +145,12 @@ def test_requantising_what_was_dequantised_changes_nothing():
 def test_a_group_of_zeros_stays_zero():
     weight = torch.randn(2, 128)
     weight[0, :64] = 0
-    for quantize, dequantize in (
+    for pack, unpack in (
         (quantize_nf4, dequantize_nf4),
         (quantize_int6, dequantize_int6),
     ):
-        packed = quantize(weight)
-        assert dequantize(packed.codes, packed.scales)[0, :64].abs().max() == 0
+        packed = pack(weight)
+        assert unpack(packed.codes, packed.scales)[0, :64].abs().max() == 0
     assert (nf4_codes(weight, absmax_scales(weight, 64, 1.0))[0, :64] == 7).all()
     assert (int6_codes(weight, absmax_scales(weight, 64, 31.0))[0, :64] == 32).all()
 
@@ -165,9 +168,9 @@ def test_a_group_of_zeros_stays_zero():
     ],
 )
 def test_what_the_formats_cannot_hold_is_refused_with_the_reason(weight, reason):
-    for quantize in (quantize_nf4, quantize_int6):
+    for pack in (quantize_nf4, quantize_int6):
         with pytest.raises(ValueError, match=reason):
-            quantize(weight)
+            pack(weight)
 
 
 def test_a_refusal_names_the_tensor():

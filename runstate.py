@@ -1,0 +1,89 @@
+"""What a training run keeps on disk to go on after a kill at any moment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from artifacts import ArtifactError
+from losses import Distiller
+from parallel import World, gather_states, restore_states, whole_parameters
+
+
+class State:
+    """What a run needs to go on: one file, replaced whole; metrics are cut back to match it.
+
+    Beside it `best.safetensors`, the parameters that drafted best for the hold-out. A kill between
+    the two writes does no harm: the steps since the last state are repeated, and so is the best.
+    """
+
+    def __init__(
+        self, directory: Path, world: World, distiller: Distiller, optimizer: torch.optim.Optimizer
+    ):
+        self.path, self.metrics = directory / "state.pt", directory / "metrics.jsonl"
+        self.best_path = directory / "best.safetensors"
+        self.world, self.distiller, self.optimizer = world, distiller, optimizer
+        self.best: dict | None = None  # {"step", "accepted"}
+        self.scales: dict[str, Tensor] | None = None  # of the packed formats, once they are in use
+
+    def save(self, step: int) -> None:
+        model, optimizer = gather_states(self.world, self.distiller, self.optimizer)
+        if not self.world.first:
+            return
+        content = {
+            "step": step,
+            "metrics_bytes": self.metrics.stat().st_size if self.metrics.exists() else 0,
+            "best": self.best,
+            "scales": self.scales,
+            "model": model,
+            "optimizer": optimizer,
+        }
+        replace_file(self.path, lambda path: torch.save(content, path))
+
+    def keep_if_best(self, step: int, accepted: float) -> None:
+        """Keep the parameters where no earlier ones of this phase drafted as well."""
+        if self.best is not None and accepted <= self.best["accepted"]:
+            return
+        self.best = {"step": step, "accepted": accepted}
+        tensors = {}
+        for name, value in whole_parameters(self.distiller.model):
+            if self.world.first:
+                tensors[name] = value.to("cpu", torch.bfloat16)
+        if self.world.first:
+            metadata = {"format": "pt"}
+            replace_file(self.best_path, lambda path: save_file(tensors, path, metadata=metadata))
+
+    def restore(self) -> int:
+        """The step to go on with: 0 where nothing was saved."""
+        if not self.path.is_file():
+            if self.world.first:
+                self.metrics.unlink(missing_ok=True)
+            return 0
+        try:
+            saved = torch.load(self.path, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged file raises whatever its parser stumbles over
+            raise ArtifactError(
+                f"{self.path} is damaged ({type(error).__name__}): remove it, and the same command "
+                "starts over"
+            ) from None
+        states = (saved["model"], saved["optimizer"])
+        restore_states(self.world, self.distiller, self.optimizer, states)
+        self.best, self.scales = saved["best"], saved["scales"]
+        if self.world.first:
+            os.truncate(self.metrics, saved["metrics_bytes"])
+            print(f"train: going on from step {saved['step']}")
+        return saved["step"]
+
+
+def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file so that a kill leaves the old one or the new one."""
+    partial = path.with_name(path.name + ".tmp")
+    write(partial)
+    with open(partial, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, path)
