@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
-from artifacts import ROOT, sha256_file
+from artifacts import ROOT
+from profile_files import source_entry, write_architecture, write_manifest
 
 TOKENIZER = ROOT / "tiny" / "base"
+__all__ = ["source_entry", "write_architecture", "write_manifest"]
 
 
 def random_qwen3(directory: Path, vocab_size: int, seed: int, **sizes: int) -> dict:
@@ -57,77 +57,6 @@ def random_qwen3(directory: Path, vocab_size: int, seed: int, **sizes: int) -> d
 def add_tokenizer(directory: Path, tokenizer: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tokenizer / name, directory / name)
-
-
-def model_entry(profile: Path, path: str) -> dict:
-    files = sorted(p for p in (profile / path).iterdir() if p.is_file())
-    return {
-        "repo": None,
-        "path": path,
-        "revision": None,
-        "licence": None,
-        "files": [
-            {"path": p.name, "bytes": p.stat().st_size, "sha256": sha256_file(p)} for p in files
-        ],
-    }
-
-
-def write_architecture(profile: Path, config: dict, eos: list[int]) -> None:
-    """architecture.json of a profile whose base/ and teacher/ directories are in place."""
-    dimensions = {
-        key: config[key]
-        for key in (
-            *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-            *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
-            *("rms_norm_eps", "tie_word_embeddings"),
-        )
-    }
-    architecture = {
-        "format": 1,
-        "name": profile.name,
-        "base": model_entry(profile, "base"),
-        "teacher": model_entry(profile, "teacher"),
-        "dimensions": dimensions | {"rope_theta": config["rope_parameters"]["rope_theta"]},
-        "thinking": False,
-        "eos_token_ids": eos,
-        "quantization": {
-            "linear": {"codec": "nf4", "group_size": 64},
-            "embedding": {"codec": "int6", "group_size": 64},
-        },
-        "draft_length": 16,
-        "labelling_engine": "transformers",
-    }
-    (profile / "architecture.json").write_text(json.dumps(architecture, indent=2))
-
-
-def source_entry(profile: Path, name: str, rows: list[dict], stage: str = "base") -> dict:
-    """Write rows as the parquet file of one source; returns its manifest entry."""
-    path = profile / "data" / f"{name}.parquet"
-    path.parent.mkdir(exist_ok=True)
-    table = pa.Table.from_pylist(rows)
-    pq.write_table(table, path)
-    return {
-        "name": name,
-        "schema": name,
-        "stage": stage,
-        "repo": None,
-        "config": "default",
-        "split": "train",
-        "revision": None,
-        "file": f"data/{name}.parquet",
-        "bytes": path.stat().st_size,
-        "rows": len(rows),
-        "columns": table.column_names,
-        "sha256": sha256_file(path),
-        "licence": None,
-        "excluded_splits": [],
-        "pin_source": "a test",
-    }
-
-
-def write_manifest(profile: Path, sources: list[dict]) -> None:
-    text = json.dumps({"format": 1, "sources": sources}, indent=2)
-    (profile / "data_manifest.json").write_text(text)
 
 
 def make_random_profile(profile: Path, tokenizer: Path, vocab_size: int, eos: list[int]) -> Path:

@@ -30,7 +30,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 import bugs
-from artifacts import sha256_file, write_json
+from artifacts import write_json
+from profile_files import write_architecture
 from prompts import load_tokenizer, prompt_token_ids
 from tiny.text import data_tasks, general_document, teacher_document
 
@@ -226,49 +227,13 @@ def pretrain(which: str, args: argparse.Namespace) -> None:
 # --------------------------------------------------------------------------------- architecture
 
 
-def model_entry(directory: Path) -> dict:
-    files = sorted(p for p in directory.iterdir() if p.suffix in (".json", ".safetensors"))
-    return {
-        "repo": None,
-        "path": directory.name,
-        "revision": None,
-        "licence": "Apache-2.0",
-        "files": [
-            {"path": p.name, "bytes": p.stat().st_size, "sha256": sha256_file(p)} for p in files
-        ],
-    }
-
-
-def write_architecture(out: Path) -> None:
+def make_architecture(out: Path) -> None:
     """architecture.json over the files that are there; both models get the same tokenizer."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(out / "base" / name, out / "teacher" / name)
     config = json.loads((out / "base" / "config.json").read_text())
-    keys = (
-        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-        *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"),
-    )
-    dimensions = {key: config[key] for key in keys} | {
-        "rope_theta": config["rope_parameters"]["rope_theta"],
-        "rms_norm_eps": config["rms_norm_eps"],
-        "tie_word_embeddings": config["tie_word_embeddings"],
-    }
-    architecture = {
-        "format": 1,
-        "name": "tiny",
-        "base": model_entry(out / "base"),
-        "teacher": model_entry(out / "teacher"),
-        "dimensions": dimensions,
-        "thinking": False,
-        "eos_token_ids": [SPECIAL.index("<|im_end|>"), SPECIAL.index("<|endoftext|>")],
-        "quantization": {
-            "linear": {"codec": "nf4", "group_size": 64},
-            "embedding": {"codec": "int6", "group_size": 64},
-        },
-        "draft_length": 16,
-        "labelling_engine": "transformers",
-    }
-    write_json(out / "architecture.json", architecture)
+    eos = [SPECIAL.index("<|im_end|>"), SPECIAL.index("<|endoftext|>")]
+    write_architecture(out, config, eos, "Apache-2.0")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -278,7 +243,7 @@ def main(args: argparse.Namespace) -> None:
         if args.only in (None, which):
             pretrain(which, args)
     if args.only in (None, "architecture"):
-        write_architecture(args.out)
+        make_architecture(args.out)
 
 
 if __name__ == "__main__":
