@@ -15,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from model import Qwen3, packed_attention
-from packing import IGNORE, Example, collate
+from losses import labelled_hidden
+from model import Qwen3
+from packing import Example, collate
 
 RESAMPLES = 2000
 
@@ -43,10 +44,8 @@ def teacher_forced(model: Qwen3, examples: Iterable[Example], device: str) -> li
     found = []
     for example in examples:
         batch = collate([[example]], device)
-        hidden = model(batch.token_ids, batch.positions, packed_attention(batch.segments))
-        labelled = batch.targets[0] != IGNORE
-        best = model.logits(hidden[0, labelled]).argmax(-1)
-        found.append((best == batch.targets[0, labelled]).cpu().numpy())
+        best = model.logits(labelled_hidden(model, batch)).argmax(-1)
+        found.append((best == batch.targets).cpu().numpy())
     return found
 
 

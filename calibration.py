@@ -10,8 +10,9 @@ from tqdm import tqdm
 
 from acceptance import simulate
 from formats import codec_of
+from losses import labelled_hidden
 from model import Qwen3, packed_attention
-from packing import IGNORE, Example, collate
+from packing import Example, collate
 from qat import straight_through
 from scales import choose_scales
 
@@ -60,7 +61,11 @@ class Reference:
     def __init__(self, model: Qwen3, examples: list[Example], device: str):
         self.head = model.head_weight().detach()
         self.examples, self.device = examples, device
-        self.hidden = [labelled_hidden(model, example, device) for example in examples]
+        self.hidden = [self._hidden(model, example) for example in examples]
+
+    @torch.inference_mode()
+    def _hidden(self, model: Qwen3, example: Example) -> Tensor:
+        return labelled_hidden(model, collate([[example]], self.device))
 
     @torch.inference_mode()
     def compare(self, other: Qwen3) -> dict:
@@ -68,7 +73,7 @@ class Reference:
         equal = positions = 0
         divergence = 0.0
         for example, hidden in zip(self.examples, self.hidden, strict=True):
-            theirs = labelled_hidden(other, example, self.device)
+            theirs = self._hidden(other, example)
             for mine, his in zip(hidden.split(512), theirs.split(512), strict=True):
                 a, b = (mine @ self.head.t()).float(), other.logits(his)
                 equal += (a.argmax(-1) == b.argmax(-1)).sum().item()
@@ -80,14 +85,6 @@ class Reference:
             "argmax_equal": equal / positions if positions else None,
             "kl_nats": divergence / positions if positions else None,
         }
-
-
-@torch.inference_mode()
-def labelled_hidden(model: Qwen3, example: Example, device: str) -> Tensor:
-    """(label positions, hidden) after the last norm."""
-    batch = collate([[example]], device)
-    hidden = model(batch.token_ids, batch.positions, packed_attention(batch.segments))
-    return hidden[0, batch.targets[0] != IGNORE]
 
 
 def packed_alone(

@@ -356,9 +356,11 @@ def finish(args: argparse.Namespace, stage: Stage, total: int, skipped: list[dic
         split: sum(pq.ParquetFile(p).metadata.num_rows for p in (stage.partial / split).glob("*"))
         for split in SPLITS
     }
-    if not counts["train"] and args.shard is None:
-        raise ArtifactError("no train prompt was labelled: nothing to distil from")
     dropped = Counter(s["reason"] for s in skipped if s["status"] == "dropped")
+    if not counts["train"] and args.shard is None:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
+        why = f" ({reasons})" if reasons else ""
+        raise ArtifactError(f"no train prompt was labelled{why}: nothing to distil from")
     rows = account(
         total,
         sum(counts.values()),

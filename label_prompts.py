@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import torch
 from tqdm import tqdm
 
-from model import Qwen3, packed_attention
-from packing import IGNORE, collate, make_example
+from losses import labelled_hidden
+from model import Qwen3
+from packing import collate, make_example
 from prompts import prompt_token_ids
 from records import read_records
 
@@ -75,12 +76,12 @@ def first_rejections(model: Qwen3, labels: list[dict]) -> list[tuple[int, int] |
     pairs = [(label["prompt_token_ids"], label["output_token_ids"]) for label in labels]
     examples = [make_example(p, o, len(p) + len(o)) for p, o in pairs]
     batch = collate([[e] for e in examples], str(model.head_weight().device))
-    hidden = model(batch.token_ids, batch.positions, packed_attention(batch.segments))
+    hidden = labelled_hidden(model, batch)
+    sizes = [len(output) for _, output in pairs]
     found = []
-    for targets, states in zip(batch.targets, hidden, strict=True):
-        labelled = targets != IGNORE
-        best = model.logits(states[labelled]).argmax(-1)
-        wrong = (best != targets[labelled]).nonzero()[:, 0].tolist()
+    for states, targets in zip(hidden.split(sizes), batch.targets.split(sizes), strict=True):
+        best = model.logits(states).argmax(-1)
+        wrong = (best != targets).nonzero()[:, 0].tolist()
         found.append((wrong[0], best[wrong[0]].item()) if wrong else None)
     return found
 

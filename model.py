@@ -237,17 +237,18 @@ class Qwen3(nn.Module):
         return F.linear(hidden.float(), head.float())
 
 
-def packed_attention(segments: Tensor) -> Attend:
+def packed_attention(segments: Tensor, bounds: Tensor | None = None) -> Attend:
     """Causal attention within each segment of packed rows.
 
     segments: (batch, tokens) int: equal numbers side by side belong to one sequence; tokens of
-    different sequences, padding (a number of its own) included, don't see each other. Half
-    precision on a GPU takes the variable-length flash kernel (FlashAttention-2, arXiv:2307.08691),
-    which reads no mask; anything else SDPA with one.
+    different sequences, padding (a number of its own) included, don't see each other. bounds: the
+    same as starts and end (packing.Batch); with it, half precision on a GPU takes the
+    variable-length flash kernel (FlashAttention-2, arXiv:2307.08691), which reads no mask. Anything
+    else is SDPA with one.
     """
     tokens = segments.shape[1]
-    if segments.is_cuda and torch.is_autocast_enabled("cuda"):
-        return flash_attention(sequence_bounds(segments), tokens)
+    if bounds is not None and segments.is_cuda and torch.is_autocast_enabled("cuda"):
+        return flash_attention(bounds, tokens)
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=segments.device).tril()
     mask = (segments[:, :, None] == segments[:, None, :])[:, None] & causal  # (batch, 1, T, T)
 
@@ -255,19 +256,6 @@ def packed_attention(segments: Tensor) -> Attend:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
     return attend
-
-
-def sequence_bounds(segments: Tensor, multiple: int = 128) -> Tensor:
-    """Where each sequence of packed rows starts, rows laid end to end, and the end: int32.
-
-    Padded with the end, so that the length, which compiled code would specialise on, rarely
-    changes.
-    """
-    new = torch.ones_like(segments, dtype=torch.bool)
-    new[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    starts = new.flatten().nonzero()[:, 0]
-    padding = multiple - len(starts) % multiple
-    return F.pad(starts, (0, padding), value=segments.numel()).int()
 
 
 def flash_attention(bounds: Tensor, longest: int) -> Attend:

@@ -185,22 +185,29 @@ def pack(lengths: list[int], row_tokens: int, seed: str) -> list[list[int]]:
 
 
 class Batch(NamedTuple):
-    """Packed rows. token_ids, positions, segments, targets: (rows, tokens) int64; segments: -1 is
-    padding. top_ids (int64), top_logprobs (float32): (label positions, k), rows in order; or None.
+    """Packed rows. token_ids, positions, segments: (rows, tokens) int64; segments: -1 is padding.
+
+    where: (n,) int64, the label positions in the rows laid end to end; targets: (n,) int64, the
+    teacher's tokens there; top_ids (int64), top_logprobs (float32): (n, k), or None. bounds: int32,
+    where each sequence starts in the rows laid end to end, then their end, more than once. All are
+    made on the CPU: finding them on a GPU would make it wait.
     """
 
     token_ids: Tensor
     positions: Tensor
     segments: Tensor
+    where: Tensor
     targets: Tensor
+    bounds: Tensor
     top_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
 
     def to(self, device: str) -> Batch:
         return Batch(*(t.to(device, non_blocking=True) if t is not None else None for t in self))
 
-    def label_positions(self) -> int:
-        return int((self.targets != IGNORE).sum())
+    def at_labels(self, hidden: Tensor) -> Tensor:
+        """(rows, tokens, width) → (n, width): those of the label positions."""
+        return hidden.flatten(0, 1).index_select(0, self.where)
 
 
 def collate(rows: list[list[Example]], device: str = "cpu", width: int | None = None) -> Batch:
@@ -221,11 +228,28 @@ def collate(rows: list[list[Example]], device: str = "cpu", width: int | None = 
             segments[number, span] = segment
             targets[number, span] = example.targets
             at = span.stop
+    flat = targets.ravel()
+    where = np.flatnonzero(flat != IGNORE)
+    parts = (ids, positions, segments, where, flat[where], sequence_bounds(segments))
+    return Batch(*map(torch.from_numpy, parts), *collated_tops(rows)).to(device)
+
+
+def sequence_bounds(segments: np.ndarray, multiple: int = 8) -> np.ndarray:
+    """Starts of the sequences (padding is one), and the end: repeated, so that the length, on which
+    compiled code specialises, rarely changes."""
+    new = np.ones(segments.shape, bool)
+    new[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    starts = np.flatnonzero(new)
+    padding = multiple - len(starts) % multiple
+    return np.pad(starts, (0, padding), constant_values=segments.size).astype(np.int32)
+
+
+def collated_tops(rows: list[list[Example]]) -> tuple[Tensor | None, Tensor | None]:
+    """The teacher's top-k of all label positions, or None where an example has none."""
     examples = [example for row in rows for example in row]
-    tops = (None, None)
-    if examples and all(example.top_ids is not None for example in examples):
-        tops = (
-            torch.from_numpy(np.concatenate([e.top_ids for e in examples]).astype(np.int64)),
-            torch.from_numpy(np.concatenate([e.top_logprobs for e in examples])),
-        )
-    return Batch(*map(torch.from_numpy, (ids, positions, segments, targets)), *tops).to(device)
+    if not examples or any(example.top_ids is None for example in examples):
+        return None, None
+    top_ids = np.concatenate([e.top_ids for e in examples]).astype(np.int64)
+    return torch.from_numpy(top_ids), torch.from_numpy(
+        np.concatenate([e.top_logprobs for e in examples])
+    )

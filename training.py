@@ -92,7 +92,7 @@ def train_step(
     FSDP averages gradients over the ranks, hence the factor of their number. Raises ArtifactError,
     before the weights change, where the gradients are not finite.
     """
-    (positions,) = world.sum(sum(b.label_positions() for b in batches))
+    (positions,) = world.sum(sum(len(b.targets) for b in batches))
     totals = torch.zeros(2, device=world.device)
     for batch in batches:
         with autocast(world):

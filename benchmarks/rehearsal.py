@@ -76,8 +76,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, help="pair: directory of Qwen3's tokenizer files")
     parser.add_argument("--gsm8k", type=Path, help="pair: GSM8K's train rows, JSONL")
     parser.add_argument("--result", type=Path, help="ablation: JSON file to keep the figures in")
-    parser.add_argument("--teacher-steps", type=int, default=1100, help="(%(default)s)")
-    parser.add_argument("--base-steps", type=int, default=400, help="(%(default)s)")
+    parser.add_argument("--teacher-steps", type=int, default=900, help="(%(default)s)")
+    parser.add_argument("--base-steps", type=int, default=300, help="(%(default)s)")
     parser.add_argument("--batch-rows", type=int, default=64, help="rows a step (%(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="of each distillation (%(default)s)")
     parser.add_argument("--at-once", type=int, default=3, help="trainings side by side")
@@ -111,10 +111,10 @@ def all_text(args: argparse.Namespace) -> dict[str, list[tuple[str, str]]]:
     """(request, answer) by source, shuffled by a fixed seed."""
     rng = random.Random("rehearsal")
     rows = [json.loads(line) for line in args.gsm8k.read_text().splitlines()]
-    problems = bugs.bug_repairs(77, 120 if args.small else 3000)
+    problems = bugs.bug_repairs(77, 120 if args.small else 2000)
     text = {
         "gsm8k": [(row["question"], row["answer"]) for row in rows],
-        "python": python_windows(rng, 12000),
+        "python": python_windows(rng, 8000),
         "bugs": [(bugs.to_messages(p, rng)[0]["content"], bugs.answer(p)) for p in problems],
     }
     for pairs in text.values():

@@ -37,11 +37,13 @@ PEAK_FLOPS = {"NVIDIA H200": 989.5e12, "NVIDIA H100 80GB HBM3": 989.5e12}
 ROW_TOKENS = 4096
 SEQUENCES = 6  # a row: prompts and answers of about 700 tokens
 
+LARGE = {"optimizer": "adamw", "recompute": False, "rows_a_pass": 2}
+SMALL = {"optimizer": "adamw8bit", "recompute": True, "rows_a_pass": 1}
 SETUPS = {
-    "full": {"optimizer": "adamw", "recompute": False, "qat": False, "objective": "ce"},
-    "topk-kl": {"optimizer": "adamw", "recompute": False, "qat": False, "objective": "topk-kl"},
-    "formats": {"optimizer": "adamw", "recompute": False, "qat": True, "objective": "topk-kl"},
-    "small-gpu": {"optimizer": "adamw8bit", "recompute": True, "qat": False, "objective": "ce"},
+    "full": LARGE | {"qat": False, "objective": "ce"},
+    "topk-kl": LARGE | {"qat": False, "objective": "topk-kl"},
+    "formats": LARGE | {"qat": True, "objective": "topk-kl"},
+    "small-gpu": SMALL | {"qat": False, "objective": "ce"},
 }
 
 
@@ -52,7 +54,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--profile", default="qwen3", help="whose shape (default: %(default)s)")
     parser.add_argument("--only", choices=list(SETUPS), nargs="+", default=list(SETUPS))
     parser.add_argument("--rows", type=int, default=8, help="a step (%(default)s)")
-    parser.add_argument("--micro-rows", type=int, default=1, help="a pass (%(default)s)")
     parser.add_argument("--steps", type=int, default=6, help="timed ones (%(default)s)")
     parser.add_argument("--profile-steps", action="store_true", help="print the costliest kernels")
     parser.add_argument("--result", type=Path, help="JSON file to keep the figures in")
@@ -100,8 +101,9 @@ def measure(args: argparse.Namespace, name: str, config: Config, scheme: dict) -
 
     def batches() -> list[Batch]:
         rows = [random_row(rng, config.vocab_size, 8) for _ in range(args.rows)]
-        parts = range(0, args.rows, args.micro_rows)
-        return [collate(rows[i : i + args.micro_rows], width=ROW_TOKENS) for i in parts]
+        at_once = setup["rows_a_pass"]
+        parts = range(0, args.rows, at_once)
+        return [collate(rows[i : i + at_once], width=ROW_TOKENS) for i in parts]
 
     seconds = []
     for step in range(args.steps + 2):
@@ -162,7 +164,6 @@ def main(args: argparse.Namespace) -> None:
         "device": device_name(World(0, 1, "cuda" if torch.cuda.is_available() else "cpu")),
         "row_tokens": ROW_TOKENS,
         "rows": args.rows,
-        "micro_rows": args.micro_rows,
         "setups": rows,
         "versions": versions(),
     }
