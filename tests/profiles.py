@@ -72,6 +72,8 @@ def make_random_profile(profile: Path, tokenizer: Path, vocab_size: int, eos: li
 
 def environment(workspace: Path, **extra: str) -> dict[str, str]:
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    # Two tests run side by side on two cores; threads that wait for each other take far longer.
+    offline |= {"OMP_NUM_THREADS": "1"}
     return os.environ | offline | {"WORKSPACE": str(workspace)} | extra
 
 

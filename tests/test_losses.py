@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,9 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import random_qwen3
 
-from losses import sequence_loss
+from artifacts import ArtifactError
+from losses import ChunkedLoss, Distiller, sequence_loss
 from model import load_checkpoint, packed_attention
+from objectives import OBJECTIVES, Labels, cross_entropy
 from packing import IGNORE, collate, make_example, pack
+from parallel import World
+from training import make_optimizer, train_step
 
 EOS = 7
 
@@ -92,3 +98,36 @@ def test_packed_loss_and_gradient_equal_those_of_the_sequences_alone(model):
     for ours, parameter in zip(gradients, model.parameters(), strict=True):
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-3, atol=1e-4)
     model.zero_grad()
+
+
+def test_gradients_that_are_not_finite_stop_the_run_before_the_weights_change(model):
+    broken = copy.deepcopy(model)
+    broken.model.layers[0].mlp.up_proj.weight.data[0, 0] = float("nan")
+    distiller = Distiller(broken, cross_entropy)
+    optimizer = make_optimizer(distiller, "adamw", 1e-3, 0.0)
+    before = broken.model.norm.weight.clone()
+    with pytest.raises(ArtifactError, match="--learning-rate"):
+        train_step(distiller, optimizer, [collate([random_examples(2)])], World(0, 1, "cpu"))
+    assert torch.equal(broken.model.norm.weight, before)
+
+
+@pytest.mark.parametrize("name", ["ce", "topk-kl", "topk-tv"])
+def test_chunks_give_the_loss_and_gradient_of_all_logits_at_once(model, name):
+    """The gradient that is taken in the forward pass is autograd's own, importance included."""
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(7, 64, generator=generator, requires_grad=True)
+    weight = torch.randn(300, 64, generator=generator, requires_grad=True)
+    top = torch.randn(7, 300, generator=generator).log_softmax(-1).topk(5)
+    labels = Labels(top.indices[:, 0], top.indices, top.values)
+    importance = torch.rand(7, generator=generator)
+    objective = OBJECTIVES[name]
+    total, correct = ChunkedLoss.apply(hidden, weight, labels, importance, objective, 3)
+    (2.5 * total).backward()
+    found = [hidden.grad.clone(), weight.grad.clone()]
+    hidden.grad = weight.grad = None
+    logits = hidden @ weight.t()
+    expected = (objective(logits, labels) * importance).sum()
+    (2.5 * expected).backward()
+    torch.testing.assert_close(total, expected)
+    assert correct == (logits.argmax(-1) == labels.targets).sum()
+    torch.testing.assert_close(found, [hidden.grad, weight.grad])
