@@ -104,6 +104,13 @@ def shard(distiller: Distiller, world: World) -> None:
     fully_shard(distiller, mp_policy=policy)
 
 
+def settle(distiller: nn.Module) -> None:
+    """After a forward pass that no backward pass follows: FSDP2 keeps the root's weights gathered,
+    as plain tensors, until then, and states and parameters would be taken from those."""
+    if hasattr(distiller, "reshard"):
+        distiller.reshard()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A parameter in full, wherever its parts are. Every rank has to call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -124,12 +131,12 @@ def gather_states(
 def restore_states(
     world: World, distiller: nn.Module, optimizer: torch.optim.Optimizer, states: tuple[dict, dict]
 ) -> None:
-    """What `gather_states` gave, back in place; every rank passes the whole."""
+    """What `gather_states` gave, back in place; rank 0 passes the whole, the others get it."""
     if world.size == 1:
         distiller.load_state_dict(states[0])
         optimizer.load_state_dict(states[1])
         return
-    options = StateDictOptions(full_state_dict=True)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(distiller, states[0], options=options)
     set_optimizer_state_dict(distiller, optimizer, states[1], options=options)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from artifacts import ArtifactError
 from formats import CODES, codec_of, decode
 from model import Qwen3
+from parallel import whole
 from scales import choose_scales
 
 SCALES_FILE = "scales.safetensors"
@@ -63,7 +64,8 @@ def attach(model: Qwen3, scheme: dict, method: str) -> dict[str, Tensor]:
     """
     scales = {}
     for name, module, codec, size in quantised_modules(model, scheme):
-        scales[name] = choose_scales(module.weight.bfloat16(), codec, size, method)
+        weight = whole(module.weight.detach()).bfloat16()
+        scales[name] = choose_scales(weight, codec, size, method)
         module.transform = straight_through(codec, scales[name])
     return scales
 

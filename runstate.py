@@ -60,24 +60,32 @@ class State:
 
     def restore(self) -> int:
         """The step to go on with: 0 where nothing was saved."""
-        if not self.path.is_file():
+        saved = self._read() if self.world.first else None
+        rest = {k: saved[k] for k in ("step", "best", "scales", "metrics_bytes")} if saved else None
+        rest = self.world.from_first(rest)
+        if rest is None:
             if self.world.first:
                 self.metrics.unlink(missing_ok=True)
             return 0
+        states = (saved["model"], saved["optimizer"]) if saved else ({}, {})
+        restore_states(self.world, self.distiller, self.optimizer, states)
+        self.best, self.scales = rest["best"], rest["scales"]
+        if self.world.first:
+            os.truncate(self.metrics, rest["metrics_bytes"])
+            print(f"train: going on from step {rest['step']}")
+        return rest["step"]
+
+    def _read(self) -> dict | None:
+        """The saved state, or None; ArtifactError where it is damaged."""
+        if not self.path.is_file():
+            return None
         try:
-            saved = torch.load(self.path, map_location="cpu", weights_only=True)
+            return torch.load(self.path, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged file raises whatever its parser stumbles over
             raise ArtifactError(
                 f"{self.path} is damaged ({type(error).__name__}): remove it, and the same command "
                 "starts over"
             ) from None
-        states = (saved["model"], saved["optimizer"])
-        restore_states(self.world, self.distiller, self.optimizer, states)
-        self.best, self.scales = saved["best"], saved["scales"]
-        if self.world.first:
-            os.truncate(self.metrics, saved["metrics_bytes"])
-            print(f"train: going on from step {saved['step']}")
-        return saved["step"]
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:

@@ -12,7 +12,7 @@ from artifacts import ArtifactError
 from losses import Distiller
 from model import Config, Qwen3
 from packing import IGNORE, Batch, Example, collate, pack
-from parallel import World, whole
+from parallel import World, settle, whole
 
 CLIP_NORM = 1.0
 
@@ -139,6 +139,7 @@ def evaluate(
         sizes = [sum(t != IGNORE for t in examples[i].targets) for i in order]
         for index, part in zip(order, hits.cpu().split(sizes), strict=True):
             found[index] = part.tolist()
+    settle(distiller)
     (loss,) = world.sum(loss)
     parts = world.gather(found)
     correct = [flags for part in parts for flags in part.values()]
