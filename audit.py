@@ -108,12 +108,43 @@ def audit_labels(audit: Audit) -> None:
         audit.expect(f"labels/{split}: records that stand twice", 0, len(ids) - len(set(ids)))
 
 
+def audit_more_labels(audit: Audit, name: str) -> None:
+    """Labels that go on from where a draft was wrong: each belongs to a train label."""
+    if name in audit.digests:
+        return
+    record = audit.stage(name)
+    audit_run_inputs(audit, name, record)
+    audit.rows(name, record["rows"])
+    workspace = audit.profile.workspace
+    parents = {r["id"] for r in read_labels(workspace / "labels", "train", ["id"])}
+    ids = [r["id"] for r in read_labels(workspace / name, "train", ["id"])]
+    strays = sum(i.removesuffix("/rejection") not in parents for i in ids)
+    audit.expect(f"{name}: records that belong to no train label", 0, strays)
+    held = len(read_labels(workspace / name, "holdout", ["id"]))
+    audit.expect(f"{name}: held-out records", 0, held)
+
+
+def audit_run(audit: Audit, name: str) -> None:
+    """A training run, and the runs and labels that it was made from."""
+    if name not in audit.digests:
+        audit_run_inputs(audit, name, audit.stage(name))
+
+
+def audit_run_inputs(audit: Audit, name: str, record: dict) -> None:
+    for key in record["inputs"]:
+        if key.startswith("runs/"):
+            audit_run(audit, key)
+        elif key.startswith("labels-"):
+            audit_more_labels(audit, key)
+    audit.inputs(name, record)
+
+
 def audit_export(audit: Audit, name: str) -> None:
     record = audit.stage(name)
     run = record["arguments"]["run"]
     source = "models/base" if run == "base" else f"runs/{run}"
     if run != "base":
-        audit.inputs(source, audit.stage(source))
+        audit_run(audit, source)
     audit.inputs(name, record)
     audit.expect(
         f"{name} was made from another checkpoint",

@@ -342,6 +342,14 @@ class Export:
 
         return assign_weights(empty_model(self.config), weights(), str(self.path))
 
+    def release(self) -> dict | None:
+        """The mark that quantize.py --release left on these very weights, or None."""
+        path = self.directory / "release.json"
+        if not path.is_file():
+            return None
+        mark = read_json(path, "run: python quantize.py --release")
+        return mark if mark.get("weights") == self.quantization["weights"]["sha256"] else None
+
     def summary(self) -> str:
         """One line for logs and `/info`: codecs, group sizes, bytes."""
         scheme = self.quantization["scheme"]

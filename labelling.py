@@ -81,22 +81,30 @@ class TransformersEngine:
 
 
 class TopK:
-    """A logits processor that changes nothing and keeps each step's k best log-probabilities."""
+    """A logits processor that changes nothing and keeps each step's k best log-probabilities.
+
+    They stay on the device until the batch is done: fetched a step at a time, they would be what
+    labelling waits for.
+    """
 
     def __init__(self, k: int):
         self.k = k
-        self.steps: list[tuple[list, list]] = []
+        self.steps: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._whole: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         top = scores.float().log_softmax(-1).topk(self.k)
-        self.steps.append((top.indices.tolist(), top.values.tolist()))
+        self.steps.append((top.indices, top.values))
         return scores
 
     def rows(self, row: int, length: int) -> tuple[list[list[int]], list[list[float]]] | None:
+        """(ids, log-probabilities) of a sequence's first `length` tokens, (length, k)."""
         if not self.k:
             return None
-        steps = self.steps[:length]
-        return [ids[row] for ids, _ in steps], [values[row] for _, values in steps]
+        if self._whole is None:
+            kept = zip(*self.steps, strict=True)
+            self._whole = tuple(torch.stack(values, dim=1).cpu() for values in kept)
+        return tuple(values[row, :length].tolist() for values in self._whole)
 
 
 class VllmEngine:

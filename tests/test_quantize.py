@@ -183,9 +183,13 @@ def test_only_what_the_ladder_allows_is_marked_and_a_reason_is_recorded(made, tm
     mark = json.loads((export / "release.json").read_text())
     assert mark["releasable"] and mark["overruled_because"] is None
     assert read_stage(export, ""), "the mark is no foreign file"
+    assert Export(export).release() == mark
 
     # Another export, the same ladder: the mark goes, and does not come back.
     succeed("quantize", profile, root, *BASE, "--out", "export", "--scales", "absmax", "--force")
     assert not (export / "release.json").exists()
+    write_json(export / "release.json", mark)
+    assert Export(export).release() is None, "a mark of other weights says nothing"
+    (export / "release.json").unlink()
     stale = run_stage("quantize", profile, root, "--release")
     assert stale.returncode == 1 and "another export" in stale.stderr

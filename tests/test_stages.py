@@ -6,6 +6,7 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from profiles import (
     TOKENIZER,
     kill_when,
@@ -418,3 +419,42 @@ def test_label_shards_have_the_stated_schema(chain):
         *("id", "source", "prompt_token_ids", "output_token_ids", "finish_reason"),
         *("top_ids", "top_logprobs", "margin"),
     ]
+
+
+def test_rejections_continue_from_the_drafts_first_wrong_token(profile, chain, tmp_path):
+    """Against transformers: where the draft's argmax leaves the label, and what the teacher says
+    after the draft's own token; killed once, and trained on together with the labels."""
+    workspace = linked_workspace(chain, tmp_path, "models", "labels", "runs")
+    flags = (*LABEL, "--from-rejections", "distilled", "--logprobs", "5")
+    process = start_stage("generate_teacher", profile, tmp_path, *flags)
+    shards = workspace / "labels-rejections.partial" / "train"
+    kill_when(process, lambda: any(shards.glob("*.parquet")))
+    succeed("generate_teacher", profile, tmp_path, *flags)
+
+    made = {r["id"]: r for r in read_labels(workspace / "labels-rejections", "train")}
+    rows = read_stage(workspace / "labels-rejections", "")["rows"]
+    labels = read_labels(workspace / "labels", "train")
+    assert rows["in"] == len(labels) == len(made) + sum(rows["dropped"].values())
+    assert not read_labels(workspace / "labels-rejections", "holdout")
+    draft = AutoModelForCausalLM.from_pretrained(
+        workspace / "runs/distilled/checkpoint", dtype="float32"
+    )
+    teacher = AutoModelForCausalLM.from_pretrained(workspace / "models/teacher", dtype="float32")
+    checked = 0
+    for label in labels[:12]:
+        found = made.get(f"{label['id']}/rejection")
+        prompt, output = label["prompt_token_ids"], label["output_token_ids"]
+        logits = draft(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        wrong = (logits.argmax(-1) != torch.tensor(output)).nonzero()[:, 0].tolist()
+        if found is None:
+            assert not wrong or logits[wrong[0]].argmax().item() in EOS
+            continue
+        at = wrong[0]
+        context = prompt + output[:at] + [logits[at].argmax().item()]
+        assert found["prompt_token_ids"] == context
+        first = teacher(torch.tensor([context])).logits[0, -1]
+        assert first[found["output_token_ids"][0]] > first.max() - 1e-3
+        checked += 1
+    assert checked >= 6
+    succeed("train", profile, tmp_path, *TRAIN, "--name", "more", "--also", "labels-rejections")
+    assert read_stage(workspace / "runs/more", "")["rows"]["in"] == len(labels) + len(made)
