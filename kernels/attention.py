@@ -205,7 +205,7 @@ def _decode_attention(
     sums = tl.zeros((GROUP_P, BLOCK, D), tl.float32)
     if OWN:
         q1, q2 = _normed_halves(q1, q2, q_norm_ptr, cos_ptr, sin_ptr, d, eps, D)
-        k1, k2, value = _new_key(
+        own1, own2, own_value = _new_key(
             qkv_ptr,
             keys_ptr + position * D,
             values_ptr + position * D,
@@ -218,11 +218,11 @@ def _decode_attention(
             KV_HEADS,
             D,
         )
-        own = tl.sum(q1 * k1 + q2 * k2, axis=2, keep_dims=True) * scale
+        own = tl.sum(q1 * own1 + q2 * own2, axis=2, keep_dims=True) * scale
         mine = (t == 0) & (split == 0) & (g >= 0)
         highest = tl.where(mine, own, highest)
         weight = tl.where(mine, 1.0, weight)
-        sums = tl.where(mine, value, sums)
+        sums = tl.where(mine, own_value, sums)
     q1 *= scale
     q2 *= scale
     end = tl.minimum((split + 1) * per_split, past)
@@ -270,20 +270,21 @@ def decode_attention(
     qkv: Tensor,
     position: Tensor,
     count: Tensor,
-    heads: Heads,
+    heads: Heads | None,
     keys: Tensor,
     values: Tensor,
     out: Tensor,
     splits: Splits,
-    own: bool,
 ) -> None:
     """Attention of the first `count` of a few tokens at `position`, position + 1, …
 
     qkv: (tokens, (heads + 2·kv_heads)·head_dim); position, count: (1,) int64 on the device; keys,
     values: (kv_heads, length, head_dim), one layer; out: (tokens, heads·head_dim).
-    own: one token whose qkv is as projected: q and k are normed and rotated here, and its key and
-    value written into the cache. Otherwise `rotate_and_store` has done that for all tokens.
+    heads: given for one token whose qkv is as projected: q and k are normed and rotated here, and
+    its key and value written into the cache. None: `rotate_and_store` has done that for all tokens.
     """
+    own = heads is not None
+    heads = heads or Heads(qkv, qkv, qkv, qkv, 0.0)  # read nowhere then
     tokens, arrivals = len(qkv), splits.arrivals
     kv_heads, length, head_dim = keys.shape
     query_heads = out.shape[1] // head_dim
@@ -345,15 +346,14 @@ def decode_attention_plain(
     qkv: Tensor,
     position: Tensor,
     count: Tensor,
-    heads: Heads,
+    heads: Heads | None,
     keys: Tensor,
     values: Tensor,
     out: Tensor,
     splits: Splits,
-    own: bool,
 ) -> None:
     start, number = position.item(), count.item()
-    if own:
+    if heads is not None:
         q = store_plain(qkv, start, number, heads, keys, values)
     else:
         q = qkv[:number, : out.shape[1]].unflatten(1, (-1, keys.shape[2]))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import assert_same_draft
+from drafts import assert_same_draft
 from exports import make_export, random_prompt
 
 from drafter import EXTEND_TOKENS, LARGEST_READY_BUCKET, Drafter

@@ -131,9 +131,8 @@ def check_decode_attention() -> None:
             keys[:, position:] = torch.nan  # what is not live is never read
             values[:, position:] = torch.nan
             at, count = torch.tensor([position]), torch.tensor([1])
-            _, _, copies = both(
-                "decode_attention", qkv, at, count, case, keys, values, out, splits, own=True
-            )
+            args = (qkv, at, count, case, keys, values, out, splits)
+            _, _, copies = both("decode_attention", *args)
             assert_close(out, copies[6])
             assert_close(keys[:, : position + 1], copies[4][:, : position + 1])
             assert_close(values[:, : position + 1], copies[5][:, : position + 1])
@@ -164,7 +163,7 @@ def check_attention_of_several_tokens() -> None:
             assert out[number:].isnan().all()
             if number <= 5:
                 out = torch.full_like(out, torch.nan)
-                both("decode_attention", *args, out, splits, own=False)
+                both("decode_attention", qkv, at, count, None, keys, values, out, splits)
                 assert_close(out[:number], copies[5][:number], tolerance)
 
 
