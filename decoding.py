@@ -59,7 +59,7 @@ class Decoder:
         return split_buffers(tokens, *sizes, self.kv.keys.device)
 
     def seed(self, token: Tensor, position: Tensor) -> None:
-        """Let the next step start from `token` at `position`, both (1,) int64, as a draft's first."""
+        """Let the next step start from `token` at `position`, both (1,) int64; a draft begins."""
         self.state.x.copy_(self.embedding.index_select(0, token)[0])
         self.state.position.copy_(position)
         self.state.step.zero_()

@@ -1,8 +1,8 @@
 """The engines: a forward pass over new positions, then greedy tokens one after the other.
 
-  torch  eager, on any device: the oracle.
-  graph  CUDA only: a decode step captured as a CUDA graph of fused kernels, its argmax fed back on
-         the device, so that a draft is one chain of replays without a word from the host.
+torch  eager, on any device: the oracle.
+graph  CUDA only: a decode step captured as a CUDA graph of fused kernels, its argmax fed back on
+       the device, so that a draft is one chain of replays without a word from the host.
 """
 
 from __future__ import annotations
@@ -192,4 +192,4 @@ class GraphEngine(TorchEngine):
 
 def bucket_lengths(context_limit: int) -> list[int]:
     """SHORT_CONTEXT where it is below the limit, then the limit."""
-    return [*([SHORT_CONTEXT] if SHORT_CONTEXT < context_limit else []), context_limit]
+    return [*([SHORT_CONTEXT] if context_limit > SHORT_CONTEXT else []), context_limit]

@@ -28,9 +28,7 @@ def use_uncaptured_graphs(drafter: Drafter) -> Drafter:
     drafter.kv = KVCache(drafter.config, length, drafter.device, drafter.dtype)
     limits = (drafter.context_limit, drafter.draft_length)
     with torch.inference_mode():
-        drafter.engine = UncapturedGraphEngine(
-            drafter.engine.model, drafter.kv, *limits, ops=PLAIN
-        )
+        drafter.engine = UncapturedGraphEngine(drafter.engine.model, drafter.kv, *limits, ops=PLAIN)
     drafter.reset()
     return drafter
 

@@ -171,7 +171,11 @@ def check_attention_of_several_tokens() -> None:
 def check_rows() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for width in (64, 96, 2048):
-            x, delta, norm = outliers(5, width), torch.randn(5, width, dtype=dtype), torch.rand(width)
+            x, delta, norm = (
+                outliers(5, width),
+                torch.randn(5, width, dtype=dtype),
+                torch.rand(width),
+            )
             tolerance = 2e-5 if dtype == torch.float32 else 1e-2  # the interpreter truncates
             found, expected, copies = both("add_norm", x, delta, norm.to(dtype), 1e-6)
             assert_close(found, expected, tolerance)
@@ -184,12 +188,12 @@ def check_rows() -> None:
 
 @pytest.mark.parametrize("name", sorted(CHECKS))
 def test_kernels_equal_their_twins_under_the_interpreter(name: str):
-    root = Path(__file__).parent.parent
+    paths = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
     run = subprocess.run(
         [sys.executable, __file__, name],
         capture_output=True,
         text=True,
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{root}:{os.pathsep.join(sys.path)}"},
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths},
     )
     assert run.returncode == 0, run.stderr[-3000:]
 
