@@ -32,6 +32,7 @@ from model import KVCache
 
 MARGIN_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 CACHE_BYTES = 2 << 30
+ENGINES = ("torch", "graph")  # slowest first
 
 
 class Cancelled(Exception):
@@ -70,8 +71,8 @@ def resolve_engine(engine: str | None, device: torch.device) -> str:
     """None → the fastest that the device supports; ArtifactError where a named one can't run."""
     if engine is None:
         return "graph" if device.type == "cuda" else "torch"
-    if engine not in ("torch", "graph"):
-        raise ArtifactError(f"--engine {engine}: there are torch and graph")
+    if engine not in ENGINES:
+        raise ArtifactError(f"--engine {engine}: there are {' and '.join(ENGINES)}")
     if engine == "graph" and device.type != "cuda":
         raise ArtifactError(f"--engine graph needs a CUDA GPU, the device is {device.type}")
     return engine

@@ -46,6 +46,11 @@ class TorchEngine:
         self.graph_replays = 0
         self._next: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def weight_bytes(self) -> int:
+        """What a decode step reads of the weights: all of them, as this engine holds them."""
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
     def begin(self, reach: int) -> None:
         """Get ready for a request that ends below position `reach`."""
 
