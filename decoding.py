@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.attention import Splits, split_buffers
+from kernels.attention import Splits
 from kernels.fused import State
 from kernels.linear import best_buffers
 from kernels.ops import Ops
@@ -53,11 +53,6 @@ class Decoder:
         step, tokens, rest = result.split((1, self._length, self._length))
         return step, tokens, rest.view(torch.float32)[: self._length]
 
-    def splits(self, tokens: int, number: int) -> Splits:
-        c = self.config
-        sizes = (c.num_attention_heads, c.num_key_value_heads, c.head_dim, number)
-        return split_buffers(tokens, *sizes, self.kv.keys.device)
-
     def seed(self, token: Tensor, position: Tensor) -> None:
         """Let the next step start from `token` at `position`, both (1,) int64; a draft begins."""
         self.state.x.copy_(self.embedding.index_select(0, token)[0])
@@ -90,19 +85,19 @@ class Decoder:
             attend = self.prefill.chunk_attend(start, count)
         else:
             attend = self.prefill.few_attend(start, count, splits)
-        self.prefill.forward(x, start, count, attend)
+        x = self.prefill.forward(x, start, count, attend)
         self.state.position.copy_(start + count - 1)
         self.state.step.zero_()
-        self._choose(x.index_select(0, (count - 1).clamp(min=0))[0])
+        self._choose(x[0])
 
     def extend_by(self, ids: Tensor, start: int, last: bool) -> None:
         """Compute ids, (n,) int64, at positions start…; `last`: choose the next token too."""
         x = self.embedding.index_select(0, ids).float()
-        self.prefill.run(x, start)
+        x = self.prefill.run(x, start)
         if last:
             self.state.position.fill_(start + len(ids) - 1)
             self.state.step.zero_()
-            self._choose(x[-1])
+            self._choose(x[0])
 
     def read(self) -> tuple[int, list[int], list[float]]:
         """(steps that ran, tokens, probabilities) of the draft so far; waits for the device."""

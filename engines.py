@@ -132,7 +132,7 @@ class GraphEngine(TorchEngine):
         bucket = next(b for b in self.buckets if b >= reach)
         if bucket not in self._captured:
             splits = SPLITS["short" if bucket <= SHORT_CONTEXT else "long"]
-            alone, few = (self.decoder.splits(n, splits) for n in (1, EXTEND_TOKENS))
+            alone, few = (self.decoder.prefill.splits(n, splits) for n in (1, EXTEND_TOKENS))
             self._splits[bucket] = alone, few  # a graph does not keep what it uses alive
             inputs = self._inputs[: 2 + EXTEND_TOKENS]
             self._captured[bucket] = (

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right as lower_right
 
-from kernels.attention import Heads, Splits
+from kernels.attention import Heads, Splits, split_buffers
 from kernels.ops import Ops
 from model import Config, KVCache, Qwen3, rope_tables
 
@@ -37,6 +37,8 @@ class LayerWeights(NamedTuple):
     q_norm: Tensor
     k_norm: Tensor
 
+
+LAST_SPLITS = 64  # of the last position's attention in the last layer
 
 # attend(layer, qkv) -> (tokens, heads·head_dim), q in `qkv` and the cache being normed and rotated
 ChunkAttend = Callable[[int, Tensor], Tensor]
@@ -89,32 +91,48 @@ class Prefill:
         self, config: Config, weights: Callable[[int], LayerWeights], kv: KVCache, ops: Ops
     ):
         self.config, self.weights, self.kv, self.ops = config, weights, kv, ops
-        self.cos, self.sin = half_rope_tables(config, kv.length, kv.keys.device)
+        device = kv.keys.device
+        self.cos, self.sin = half_rope_tables(config, kv.length, device)
+        self._one = torch.ones(1, dtype=torch.int64, device=device)
+        self._splits = self.splits(1, LAST_SPLITS)
+
+    def splits(self, tokens: int, number: int) -> Splits:
+        """Scratch for `tokens` tokens' attention, the context split over `number` blocks."""
+        c = self.config
+        sizes = (c.num_attention_heads, c.num_key_value_heads, c.head_dim, number)
+        return split_buffers(tokens, *sizes, self.kv.keys.device)
 
     def heads(self, layer: LayerWeights) -> Heads:
         return Heads(layer.q_norm, layer.k_norm, self.cos, self.sin, self.config.rms_norm_eps)
 
-    def forward(self, x: Tensor, start: Tensor, count: Tensor, attend: ChunkAttend) -> None:
-        """x: (tokens, hidden) float32, the embeddings; becomes the residual before the last norm.
+    def forward(self, x: Tensor, start: Tensor, count: Tensor, attend: ChunkAttend) -> Tensor:
+        """The last real position's residual before the last norm, (1, hidden) float32.
 
-        start, count: (1,) int64 on the device: the first position, and how many of x's rows are
-        real; the rest is padding, whose keys and values are written nowhere.
+        x: (tokens, hidden) float32, the embeddings, overwritten. start, count: (1,) int64 on the
+        device: the first position, and how many of x's rows are real; the rest is padding, whose
+        keys and values are written nowhere.
         """
         eps, kv, ops, delta = self.config.rms_norm_eps, self.kv, self.ops, None
-        for layer in range(self.config.num_hidden_layers):
+        last = self.config.num_hidden_layers - 1
+        for layer in range(last + 1):
             w = self.weights(layer)
             qkv = F.linear(ops.add_norm(x, delta, w.input_norm, eps), w.qkv)
             keys, values = kv.keys[layer], kv.values[layer]
             ops.rotate_and_store(qkv, start, count, self.heads(w), keys, values)
-            delta = F.linear(attend(layer, qkv), w.o)
-            normed = ops.add_norm(x, delta, w.post_norm, eps)
+            if layer == last:  # nothing reads the other positions' results
+                row = (count - 1).clamp(min=0)
+                x, qkv = x.index_select(0, row), qkv.index_select(0, row)
+                attended = self.few_attend(start + row, self._one, self._splits)(layer, qkv)
+            else:
+                attended = attend(layer, qkv)
+            normed = ops.add_norm(x, F.linear(attended, w.o), w.post_norm, eps)
             delta = F.linear(ops.silu_up(F.linear(normed, w.gate_up)), w.down)
-        x += delta
+        return x + delta
 
-    def run(self, x: Tensor, start: int) -> None:
+    def run(self, x: Tensor, start: int) -> Tensor:
         """forward for all rows of x at positions start…, not captured."""
         at = torch.tensor([[start], [len(x)]], device=x.device)
-        self.forward(x, at[0], at[1], self.library_attend(start, len(x)))
+        return self.forward(x, at[0], at[1], self.library_attend(start, len(x)))
 
     def chunk_attend(self, start: Tensor, count: Tensor) -> ChunkAttend:
         """Any start and length by device values: fit for a captured graph."""

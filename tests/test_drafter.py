@@ -95,6 +95,16 @@ def test_probabilities_are_the_softmax_of_the_forward_pass(drafter: Drafter):
         assert probability == pytest.approx(expected, rel=1e-4)
 
 
+def test_chunks_beyond_the_captured_sizes_use_torchs_attention(export: Path, fresh: Drafter):
+    drafter = use_uncaptured_graphs(Drafter(export, device="cpu"))
+    drafter.engine._chunks = [8]
+    for length in (9, 48, 49, 200):
+        prompt = random_prompt(length, length)
+        replays = drafter.engine.extend_replays
+        assert drafter.draft(prompt, 4).token_ids == cold(fresh, prompt, 4).token_ids
+        assert drafter.engine.extend_replays - replays <= 1  # what was left for the last chunk
+
+
 def test_ties_go_to_the_lowest_id():
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0]])
     assert choose(logits)[0].item() == 1
