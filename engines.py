@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 EXTEND_TOKENS = 8  # up to so many new positions share the decode step's attention
 CHUNK_BUCKETS = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # captured sizes of a prefill
-SHORT_CONTEXT = 4096  # longer ones are split over more blocks, in a graph captured at first use
-SPLITS = {"short": 32, "long": 64}  # blocks over which a key head's context is split
+SHORT_CONTEXT = 4096  # longer ones have a graph of their own, captured at first use
+BLOCKS = {"short": 32, "long": 64}  # positions that a block of attention reads at once
 
 
 def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ class GraphEngine(TorchEngine):
 
     Positions and lengths are read from device memory, so a captured step serves every context of
     its bucket, and a captured prefill every start and every length up to its size. Buckets of
-    context differ in how many blocks attention is split over.
+    context differ in how attention reads them.
     """
 
     name = "graph"
@@ -131,8 +131,8 @@ class GraphEngine(TorchEngine):
     def begin(self, reach: int) -> None:
         bucket = next(b for b in self.buckets if b >= reach)
         if bucket not in self._captured:
-            splits = SPLITS["short" if bucket <= SHORT_CONTEXT else "long"]
-            alone, few = (self.decoder.prefill.splits(n, splits) for n in (1, EXTEND_TOKENS))
+            block = BLOCKS["short" if bucket <= SHORT_CONTEXT else "long"]
+            alone, few = (self.decoder.prefill.splits(n, block) for n in (1, EXTEND_TOKENS))
             self._splits[bucket] = alone, few  # a graph does not keep what it uses alive
             inputs = self._inputs[: 2 + EXTEND_TOKENS]
             self._captured[bucket] = (

@@ -68,6 +68,7 @@ class StraightforwardEngine(TorchEngine):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
+                self._step.zero_()
                 self._run()
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()

@@ -25,15 +25,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.linear import has_dependent_launch, rms_normed
 
-BLOCK = 32  # positions that a block of decode_attention reads at once
 CHUNK_ROWS = 64  # queries of a block of chunk_attention
 LOG2E = 1.4426950408889634
 NOTHING = tl.constexpr(-1e30)  # a maximum over nothing; finite, as inf - inf is not a number
 
 
 class Splits(NamedTuple):
-    """Scratch of decode_attention. out: (tokens, heads, splits, head_dim) float32; largest, total:
-    (tokens, heads, splits) float32; arrivals: (tokens, kv_heads) int32, zero between calls."""
+    """How decode_attention splits a context, and its scratch.
+
+    block: positions read at once; out: (tokens, heads, splits, head_dim) float32; largest, total:
+    (tokens, heads, splits) float32; arrivals: (tokens, kv_heads) int32, zero between calls.
+    """
+
+    block: int
 
     out: Tensor
     largest: Tensor
@@ -53,9 +57,16 @@ class Heads(NamedTuple):
 
 
 def split_buffers(
-    tokens: int, heads: int, kv_heads: int, head_dim: int, splits: int, device: torch.device
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    splits: int,
+    block: int,
+    device: torch.device,
 ) -> Splits:
     return Splits(
+        block,
         torch.empty(tokens, heads, splits, head_dim, device=device),
         torch.empty(tokens, heads, splits, device=device),
         torch.empty(tokens, heads, splits, device=device),
@@ -299,7 +310,7 @@ def decode_attention(
         D=head_dim,
         GROUP_P=triton.next_power_of_2(query_heads // kv_heads),
         SPLITS=number,
-        BLOCK=BLOCK,
+        BLOCK=splits.block,
         OWN=own,
         PDL=pdl,
         num_warps=4,
@@ -451,6 +462,13 @@ def _chunk_attention(
     tl.store(out_ptr + at, out, mask=m[:, None] < count)
 
 
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one block may use: about 99 KB on the small chips from sm_80 on, else more."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
 def chunk_attention(
     qkv: Tensor, start: Tensor, count: Tensor, keys: Tensor, values: Tensor, out: Tensor
 ) -> None:
@@ -463,6 +481,7 @@ def chunk_attention(
     query_heads = out.shape[1] // head_dim
     full = qkv.dtype == torch.float32
     rows = 16 if full else CHUNK_ROWS
+    stages = 3 if shared_memory(qkv.device) >= 128 << 10 else 2
     _chunk_attention[(triton.cdiv(len(qkv), rows), query_heads)](
         *(qkv, start, count, keys, values, out, length, head_dim**-0.5 * LOG2E),
         HEADS=query_heads,
@@ -472,7 +491,7 @@ def chunk_attention(
         COLUMNS=16 if full else 64,
         PRECISION="ieee" if full else "tf32",
         num_warps=4,
-        num_stages=1 if full else 3,
+        num_stages=1 if full else stages,
     )
 
 

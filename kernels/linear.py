@@ -33,8 +33,11 @@ class Tile(NamedTuple):
 
 # Fastest of a sweep on one H200 for Qwen3-1.7B's shapes; other shapes take them as they are.
 LINEAR_TILE = Tile(4, 2048, 4)
-GATE_UP_TILE = Tile(4, 2048, 4)
-HEAD_TILE = Tile(4, 2048, 4)
+NORMED_TILE = Tile(2, 1024, 2)  # of `linear` with a norm
+LONG_TILE = Tile(8, 2048, 8)  # of `linear` over rows of more than LONG columns
+LONG = 4096
+GATE_UP_TILE = Tile(4, 1024, 4)
+HEAD_TILE = Tile(8, 2048, 8)
 HEAD_ROWS = 128  # of the vocabulary, a program
 
 
@@ -205,13 +208,16 @@ def linear(
     norm: Tensor | None = None,
     eps: float = 0.0,
     add: bool = False,
-    tile: Tile = LINEAR_TILE,
+    tile: Tile | None = None,
 ) -> None:
     """out = weight @ x, or out += with `add`; of rmsnorm(x) × norm where `norm` is given.
 
-    x: (K,) float32; weight: (N, K) bf16 or float32; out: (N,) float32; norm: (K,).
+    x: (K,) float32; weight: (N, K) bf16 or float32; out: (N,) float32; norm: (K,). tile: None for
+    the one measured best.
     """
     rows, columns = weight.shape
+    if tile is None:
+        tile = NORMED_TILE if norm is not None else LONG_TILE if columns > LONG else LINEAR_TILE
     pdl = has_dependent_launch(x.device)
     _linear[(triton.cdiv(rows, tile.rows),)](
         *(x, weight if norm is None else norm, weight, out, eps, rows),

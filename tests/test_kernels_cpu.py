@@ -108,26 +108,26 @@ def check_head_and_advance() -> None:
         assert 0 <= state.tokens[4] < vocab
 
 
-def attention_case(tokens: int, head_dim: int, dtype: torch.dtype, length: int = 300):
+def attention_case(tokens: int, head_dim: int, dtype: torch.dtype, block: int = 32):
     from kernels.attention import Heads, split_buffers
 
-    heads, kv_heads = 4, 2
+    heads, kv_heads, length = 4, 2, 300
     angles = torch.rand(length, head_dim // 2) * 6
     case = Heads(torch.rand(head_dim), torch.rand(head_dim), angles.cos(), angles.sin(), 1e-6)
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     keys = torch.randn(kv_heads, length, head_dim, dtype=dtype)
     values = torch.randn(kv_heads, length, head_dim, dtype=dtype)
-    splits = split_buffers(tokens, heads, kv_heads, head_dim, 4, torch.device("cpu"))
-    for buffer in splits[:3]:
+    splits = split_buffers(tokens, heads, kv_heads, head_dim, 4, block, torch.device("cpu"))
+    for buffer in splits[1:4]:
         buffer.fill_(torch.nan)
     return case, qkv, keys, values, splits, poisoned(tokens, heads * head_dim, dtype=dtype)
 
 
 @check
 def check_decode_attention() -> None:
-    for head_dim in (32, 64, 128):
+    for head_dim, block in ((32, 32), (64, 64), (128, 32)):
         for position in (0, 1, 31, 32, 33, 127, 128, 129, 299):
-            case, qkv, keys, values, splits, out = attention_case(1, head_dim, torch.float32)
+            case, qkv, keys, values, splits, out = attention_case(1, head_dim, torch.float32, block)
             keys[:, position:] = torch.nan  # what is not live is never read
             values[:, position:] = torch.nan
             at, count = torch.tensor([position]), torch.tensor([1])
