@@ -462,11 +462,16 @@ def _chunk_attention(
     tl.store(out_ptr + at, out, mask=m[:, None] < count)
 
 
-def shared_memory(device: torch.device) -> int:
-    """Bytes that one block may use: about 99 KB on the small chips from sm_80 on, else more."""
+def stages_of(device: torch.device) -> int:
+    """How many tiles of keys and values are on their way at once.
+
+    Three take 112 KB of shared memory a block, which A100, H100 and B200 have; the smaller chips of
+    their generations have 99.
+    """
     if device.type != "cuda":
-        return 0
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        return 1
+    capability = torch.cuda.get_device_capability(device)
+    return 3 if capability == (8, 0) or capability[0] in (9, 10) else 2
 
 
 def chunk_attention(
@@ -481,7 +486,6 @@ def chunk_attention(
     query_heads = out.shape[1] // head_dim
     full = qkv.dtype == torch.float32
     rows = 16 if full else CHUNK_ROWS
-    stages = 3 if shared_memory(qkv.device) >= 128 << 10 else 2
     _chunk_attention[(triton.cdiv(len(qkv), rows), query_heads)](
         *(qkv, start, count, keys, values, out, length, head_dim**-0.5 * LOG2E),
         HEADS=query_heads,
@@ -491,7 +495,7 @@ def chunk_attention(
         COLUMNS=16 if full else 64,
         PRECISION="ieee" if full else "tf32",
         num_warps=4,
-        num_stages=1 if full else stages,
+        num_stages=1 if full else stages_of(qkv.device),
     )
 
 
