@@ -222,28 +222,18 @@ def planted_weights(config: Config, seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module", params=["random", "massive activations"])
-def bf16_pair(request: pytest.FixtureRequest, tmp_path_factory) -> tuple[Drafter, Qwen3]:
-    """The graph engine in bf16, and a float32 model of the same bf16 weights."""
-    directory = tmp_path_factory.mktemp("exports") / "pair"
+def wide_export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"max_position_embeddings": LIMIT, "num_hidden_layers": 3, "head_dim": 128}
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "random":
             patch.setattr(exports, "random_weights", planted_weights)
-        make_export(directory, seed=1, **sizes)
-    graph = Drafter(directory, "cuda", engine="graph")
-    oracle = Drafter(directory, "cuda", engine="torch", dtype=torch.float32).engine.model
-    with torch.no_grad():
-        for (name, ours), (other, theirs) in zip(
-            graph.engine.model.named_parameters(), oracle.named_parameters(), strict=True
-        ):
-            assert name == other
-            theirs.copy_(ours)
-    return graph, oracle
+        return make_export(tmp_path_factory.mktemp("exports") / "wide", seed=1, **sizes)
 
 
 @torch.inference_mode()
-def oracle_logits(model: Qwen3, ids: list[int]) -> torch.Tensor:
-    kv = KVCache(model.config, len(ids), torch.device("cuda"), torch.float32)
+def plain_logits(model: Qwen3, ids: list[int]) -> torch.Tensor:
+    dtype = model.model.embed_tokens.weight.dtype
+    kv = KVCache(model.config, len(ids), torch.device("cuda"), dtype)
     positions = torch.arange(len(ids), device="cuda")
     token_ids = torch.tensor([ids], device="cuda")
     hidden = model(token_ids, positions[None], kv.attention(positions, len(ids)))
@@ -261,21 +251,55 @@ def poison(drafter: Drafter) -> None:
     drafter.kv.values.fill_(-50.0)
 
 
-@pytest.mark.parametrize("length", [1, 5, 8, 9, 33, 300, 2048, 2049, SHORT_CONTEXT + 4, LIMIT - 16])
-def test_bf16_logits_follow_float32(bf16_pair: tuple[Drafter, Qwen3], length: int):
-    """After a prefill and after 15 steps, within 1e-2; a second run gives the same bits."""
-    graph, oracle = bf16_pair
-    ids = random_prompt(length, length)
-    for count in (1, 16):
-        runs = []
-        for _ in range(2):
-            poison(graph)
-            draft = graph.draft(ids, count)
-            runs.append((draft.token_ids, draft.probabilities, graph.engine.decoder.logits.clone()))
-        (tokens, probabilities, logits), again = runs
-        assert (tokens, probabilities) == again[:2] and torch.equal(logits, again[2])
-        expected = oracle_logits(oracle, ids + tokens[:-1])
-        error = ((logits - expected).norm() / expected.norm()).item()
-        assert error < 1e-2, f"relative error {error:.1e} of the logits of token {count}"
-        assert tokens[-1] == logits.argmax().item()
-        assert probabilities[-1] == pytest.approx(logits.softmax(-1).max().item(), rel=1e-4)
+def repeated_logits(graph: Drafter, ids: list[int], count: int) -> tuple[list[int], torch.Tensor]:
+    """The context with all drafted tokens but the last, and the logits that this one was chosen by;
+    from two runs, which have to agree to the bit."""
+    runs = []
+    for _ in range(2):
+        poison(graph)
+        draft = graph.draft(ids, count)
+        runs.append((draft.token_ids, draft.probabilities, graph.engine.decoder.logits.clone()))
+    (tokens, probabilities, logits), again = runs
+    assert (tokens, probabilities) == again[:2] and torch.equal(logits, again[2])
+    assert tokens[-1] == logits.argmax().item()
+    assert probabilities[-1] == pytest.approx(logits.softmax(-1).max().item(), rel=1e-4)
+    return ids + tokens[:-1], logits
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+WIDE_LENGTHS = (1, 5, 8, 9, 33, 300, 2048, 2049, SHORT_CONTEXT + 4, LIMIT - 16)
+
+
+def test_float32_logits_follow_the_oracle(wide_export: Path):
+    """After a prefill (count 1) and after 15 steps more: every kernel, massive activations too."""
+    graph = Drafter(wide_export, "cuda", engine="graph", dtype=torch.float32)
+    oracle = Drafter(wide_export, "cuda", engine="torch", dtype=torch.float32).engine.model
+    for length in WIDE_LENGTHS:
+        for count in (1, 16):
+            ids, logits = repeated_logits(graph, random_prompt(length, length), count)
+            error = relative_error(logits, plain_logits(oracle, ids))
+            assert error < 1e-3, f"{error:.1e} at {length}, token {count}"
+
+
+def test_bf16_logits_are_as_close_as_those_of_plain_bf16(wide_export: Path):
+    """Against float32 on the same bf16 weights. How far rounding carries depends on the weights
+    (here up to several percent), so the plain bf16 path sets the measure."""
+    graph = Drafter(wide_export, "cuda", engine="graph")
+    plain = Drafter(wide_export, "cuda", engine="torch").engine.model
+    oracle = Drafter(wide_export, "cuda", engine="torch", dtype=torch.float32).engine.model
+    with torch.no_grad():
+        for ours, theirs in zip(plain.parameters(), oracle.parameters(), strict=True):
+            theirs.copy_(ours)
+    errors = []
+    for length in WIDE_LENGTHS:
+        for count in (1, 16):
+            ids, logits = repeated_logits(graph, random_prompt(length, length), count)
+            expected = plain_logits(oracle, ids)
+            bf16 = plain_logits(plain, ids)
+            errors.append((relative_error(logits, expected), relative_error(bf16, expected)))
+    ours, theirs = torch.tensor(errors).square().mean(0).sqrt().tolist()
+    print(f"relative error {ours:.1e}, plain bf16 {theirs:.1e}")
+    assert ours < 1.3 * theirs
