@@ -1,13 +1,10 @@
-"""Attention over the live part of a KV cache (Triton): decoding, and chunks of new positions.
+"""Attention of one token, or of a few, over the live part of a KV cache (Triton).
 
-Both read the position from device memory, so that one captured graph serves every length.
-
-`decode_attention` (flash-decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html): the
-context is split over blocks; the last block to finish combines what the others left, in a fixed
-order, so that the result does not depend on which one that was. All query heads of one key head are
-computed together, as they read the same keys. Products are plain float32.
-
-`chunk_attention` (FlashAttention-2, arXiv:2307.08691): many queries, on the tensor cores.
+Flash-decoding (https://crfm.stanford.edu/2023/10/12/flashdecoding.html): the context is split over
+blocks; the last block to finish combines what the others left, in a fixed order, so that the result
+does not depend on which one that was. All query heads of one key head are computed together, as
+they read the same keys. Products are plain float32. The position is read from device memory, so
+that one captured graph serves every length.
 
 Each function has a plain torch twin of the same signature (…_plain).
 """
@@ -25,7 +22,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.linear import has_dependent_launch, rms_normed
 
-CHUNK_ROWS = 64  # queries of a block of chunk_attention
 LOG2E = 1.4426950408889634
 NOTHING = tl.constexpr(-1e30)  # a maximum over nothing; finite, as inf - inf is not a number
 
@@ -120,6 +116,91 @@ def _new_key(
 
 
 @triton.jit
+def _attend_past(
+    q1,
+    q2,
+    keys_ptr,
+    values_ptr,
+    highest,
+    weight,
+    sums,
+    begin,
+    end,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Positions begin … end - 1 of the cache.
+
+    Each of a tile's BLOCK rows runs a softmax of its own: nothing crosses threads in the loop.
+    """
+    t = tl.arange(0, BLOCK)[None, :, None]
+    d = tl.arange(0, D // 2)[None, None, :]
+    dd = tl.arange(0, D)[None, None, :]
+    for first in range(begin, end, BLOCK):
+        inside = first + t < end
+        at = (first + t) * D
+        k1 = tl.load(keys_ptr + at + d, mask=inside, other=0.0).to(tl.float32)
+        k2 = tl.load(keys_ptr + at + D // 2 + d, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(values_ptr + at + dd, mask=inside, other=0.0).to(tl.float32)
+        score = tl.sum(q1 * k1 + q2 * k2, axis=2, keep_dims=True)
+        score = tl.where(inside, score, -float("inf"))
+        above = tl.maximum(highest, score)
+        old, new = tl.exp2(highest - above), tl.exp2(score - above)
+        weight = weight * old + new
+        sums = sums * old + new * value
+        highest = above
+    return highest, weight, sums
+
+
+@triton.jit
+def _queries(
+    qkv_ptr,
+    position,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    keys_ptr,
+    values_ptr,
+    eps,
+    scale,
+    split,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    GROUP_P: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OWN: tl.constexpr,
+):
+    """The group's queries (two halves), scaled, and the state of a softmax that has seen nothing,
+    or, in split 0, with OWN, the token's own position."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    g = tl.arange(0, GROUP_P)[:, None, None]
+    t = tl.arange(0, BLOCK)[None, :, None]
+    d = tl.arange(0, D // 2)[None, None, :]
+    q_ptr = qkv_ptr + (tl.program_id(0) * GROUP + g) * D
+    q1 = tl.load(q_ptr + d, mask=g < GROUP, other=0.0).to(tl.float32)
+    q2 = tl.load(q_ptr + D // 2 + d, mask=g < GROUP, other=0.0).to(tl.float32)
+    highest = tl.full((GROUP_P, BLOCK, 1), NOTHING, tl.float32)
+    weight = tl.zeros((GROUP_P, BLOCK, 1), tl.float32)
+    sums = tl.zeros((GROUP_P, BLOCK, D), tl.float32)
+    if OWN:
+        cos_ptr += position * (D // 2)
+        sin_ptr += position * (D // 2)
+        keys_ptr += position * D
+        values_ptr += position * D
+        q1, q2 = _normed_halves(q1, q2, q_norm_ptr, cos_ptr, sin_ptr, d, eps, D)
+        own = (qkv_ptr, keys_ptr, values_ptr, k_norm_ptr, cos_ptr, sin_ptr, eps, split)
+        k1, k2, value = _new_key(*own, HEADS, KV_HEADS, D)
+        score = tl.sum(q1 * k1 + q2 * k2, axis=2, keep_dims=True) * scale
+        mine = (t == 0) & (split == 0) & (g >= 0)
+        highest = tl.where(mine, score, highest)
+        weight = tl.where(mine, 1.0, weight)
+        sums = tl.where(mine, value, sums)
+    return q1 * scale, q2 * scale, highest, weight, sums
+
+
+@triton.jit
 def _combine(
     out_ptr,
     largest_ptr,
@@ -159,6 +240,42 @@ def _combine(
 
 
 @triton.jit
+def _hand_in(
+    highest,
+    weight,
+    sums,
+    result_ptr,
+    out_ptr,
+    largest_ptr,
+    total_ptr,
+    arrived_ptr,
+    split,
+    live,
+    GROUP: tl.constexpr,
+    GROUP_P: tl.constexpr,
+    SPLITS: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Merge the tile's rows and keep the result; the last of the `live` blocks combines them.
+
+    Pointers: of the group's first head.
+    """
+    g = tl.arange(0, GROUP_P)[:, None, None]
+    dd = tl.arange(0, D)[None, None, :]
+    at = g * SPLITS + split
+    largest = tl.max(highest, axis=1, keep_dims=True)
+    share = tl.exp2(highest - largest)
+    tl.store(largest_ptr + at, largest, mask=g < GROUP)
+    tl.store(total_ptr + at, tl.sum(weight * share, axis=1, keep_dims=True), mask=g < GROUP)
+    part = tl.sum(sums * share, axis=1, keep_dims=True)
+    tl.store(out_ptr + at * D + dd, part, mask=g < GROUP)
+    tl.debug_barrier()  # every thread's stores come before this block's arrival
+    if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == live - 1:
+        _combine(out_ptr, largest_ptr, total_ptr, result_ptr, live, GROUP, GROUP_P, SPLITS, 16, D)
+        tl.store(arrived_ptr, 0)
+
+
+@triton.jit
 def _decode_attention(
     qkv_ptr,
     position_ptr,
@@ -194,87 +311,26 @@ def _decode_attention(
     position = tl.load(position_ptr).to(tl.int32) + token
     past = position if OWN else position + 1  # how many positions are read from the cache
     per_split = tl.cdiv(tl.cdiv(past, SPLITS), BLOCK) * BLOCK
-    live = tl.cdiv(tl.maximum(past, 1), tl.maximum(per_split, 1))
-    live = tl.where(past == 0, 1, live)
+    live = tl.where(past == 0, 1, tl.cdiv(past, tl.maximum(per_split, 1)))
     if split >= live or token >= tl.load(count_ptr).to(tl.int32):
         return
-    g = tl.arange(0, GROUP_P)[:, None, None]
-    t = tl.arange(0, BLOCK)[None, :, None]
-    d = tl.arange(0, D // 2)[None, None, :]
-    dd = tl.arange(0, D)[None, None, :]
     qkv_ptr += token * (HEADS + 2 * KV_HEADS) * D
-    q_ptr = qkv_ptr + (kv_head * GROUP + g) * D
-    q1 = tl.load(q_ptr + d, mask=g < GROUP, other=0.0).to(tl.float32)
-    q2 = tl.load(q_ptr + D // 2 + d, mask=g < GROUP, other=0.0).to(tl.float32)
     keys_ptr += kv_head * length * D
     values_ptr += kv_head * length * D
-    cos_ptr += position * (D // 2)
-    sin_ptr += position * (D // 2)
-    # Each of the tile's BLOCK rows runs a softmax of its own: nothing crosses threads in the loop.
-    highest = tl.full((GROUP_P, BLOCK, 1), NOTHING, tl.float32)
-    weight = tl.zeros((GROUP_P, BLOCK, 1), tl.float32)
-    sums = tl.zeros((GROUP_P, BLOCK, D), tl.float32)
-    if OWN:
-        q1, q2 = _normed_halves(q1, q2, q_norm_ptr, cos_ptr, sin_ptr, d, eps, D)
-        own1, own2, own_value = _new_key(
-            qkv_ptr,
-            keys_ptr + position * D,
-            values_ptr + position * D,
-            k_norm_ptr,
-            cos_ptr,
-            sin_ptr,
-            eps,
-            split,
-            HEADS,
-            KV_HEADS,
-            D,
-        )
-        own = tl.sum(q1 * own1 + q2 * own2, axis=2, keep_dims=True) * scale
-        mine = (t == 0) & (split == 0) & (g >= 0)
-        highest = tl.where(mine, own, highest)
-        weight = tl.where(mine, 1.0, weight)
-        sums = tl.where(mine, own_value, sums)
-    q1 *= scale
-    q2 *= scale
-    end = tl.minimum((split + 1) * per_split, past)
-    for begin in range(split * per_split, end, BLOCK):
-        inside = begin + t < end
-        at = (begin + t) * D
-        k1 = tl.load(keys_ptr + at + d, mask=inside, other=0.0).to(tl.float32)
-        k2 = tl.load(keys_ptr + at + D // 2 + d, mask=inside, other=0.0).to(tl.float32)
-        value = tl.load(values_ptr + at + dd, mask=inside, other=0.0).to(tl.float32)
-        score = tl.sum(q1 * k1 + q2 * k2, axis=2, keep_dims=True)
-        score = tl.where(inside, score, -float("inf"))
-        above = tl.maximum(highest, score)
-        old, new = tl.exp2(highest - above), tl.exp2(score - above)
-        weight = weight * old + new
-        sums = sums * old + new * value
-        highest = above
-    largest = tl.max(highest, axis=1, keep_dims=True)
-    share = tl.exp2(highest - largest)
+    tables = (q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr)
+    cache = (keys_ptr, values_ptr, eps, scale, split)
+    q1, q2, highest, weight, sums = _queries(
+        qkv_ptr, position, *tables, *cache, HEADS, KV_HEADS, D, GROUP_P, BLOCK, OWN
+    )
+    span = (split * per_split, tl.minimum((split + 1) * per_split, past))
+    highest, weight, sums = _attend_past(
+        q1, q2, keys_ptr, values_ptr, highest, weight, sums, *span, D, BLOCK
+    )
     head = token * HEADS + kv_head * GROUP
-    at = (head + g) * SPLITS + split
-    tl.store(largest_ptr + at, largest, mask=g < GROUP)
-    tl.store(total_ptr + at, tl.sum(weight * share, axis=1, keep_dims=True), mask=g < GROUP)
-    part = tl.sum(sums * share, axis=1, keep_dims=True)
-    tl.store(out_ptr + at * D + dd, part, mask=g < GROUP)
-    tl.debug_barrier()  # every thread's stores come before this block's arrival
+    parts = (out_ptr + head * SPLITS * D, largest_ptr + head * SPLITS, total_ptr + head * SPLITS)
     arrived = arrivals_ptr + token * KV_HEADS + kv_head
-    if tl.atomic_add(arrived, 1, sem="acq_rel") == live - 1:
-        first = head * SPLITS
-        _combine(
-            out_ptr + first * D,
-            largest_ptr + first,
-            total_ptr + first,
-            result_ptr + head * D,
-            live,
-            GROUP,
-            GROUP_P,
-            SPLITS,
-            16,
-            D,
-        )
-        tl.store(arrived, 0)
+    result = (highest, weight, sums, result_ptr + head * D)
+    _hand_in(*result, *parts, arrived, split, live, GROUP, GROUP_P, SPLITS, D)
 
 
 def decode_attention(
@@ -369,138 +425,3 @@ def decode_attention_plain(
     else:
         q = qkv[:number, : out.shape[1]].unflatten(1, (-1, keys.shape[2]))
     out[:number] = attended_plain(q, start, keys, values)
-
-
-@triton.jit
-def _attend_tiles(
-    q,
-    keys_ptr,
-    values_ptr,
-    highest,
-    weight,
-    sums,
-    rows,
-    begin,
-    end,
-    scale,
-    D: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Positions begin … end - 1 for the queries at positions `rows`; MASKED: up to their own."""
-    n = tl.arange(0, COLUMNS)
-    d = tl.arange(0, D)
-    for at in range(begin, end, COLUMNS):
-        kept = (at + n) < end
-        if MASKED:
-            k = tl.load(keys_ptr + (at + n)[None, :] * D + d[:, None], kept[None, :], other=0.0)
-            v = tl.load(values_ptr + (at + n)[:, None] * D + d[None, :], kept[:, None], other=0.0)
-        else:
-            k = tl.load(keys_ptr + (at + n)[None, :] * D + d[:, None])
-            v = tl.load(values_ptr + (at + n)[:, None] * D + d[None, :])
-        score = tl.dot(q, k, input_precision=PRECISION) * scale
-        if MASKED:
-            score = tl.where((at + n)[None, :] <= rows[:, None], score, -float("inf"))
-        above = tl.maximum(highest, tl.max(score, axis=1))
-        share = tl.exp2(score - above[:, None])
-        old = tl.exp2(highest - above)
-        weight = weight * old + tl.sum(share, axis=1)
-        sums = sums * old[:, None]
-        sums = tl.dot(share.to(v.dtype), v, sums, input_precision=PRECISION)
-        highest = above
-    return highest, weight, sums
-
-
-@triton.jit
-def _chunk_attention(
-    qkv_ptr,
-    start_ptr,
-    count_ptr,
-    keys_ptr,
-    values_ptr,
-    out_ptr,
-    length,
-    scale,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    head = tl.program_id(1)
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the longest rows start first
-    start = tl.load(start_ptr).to(tl.int32)
-    count = tl.load(count_ptr).to(tl.int32)
-    if first >= count:
-        return
-    m = first + tl.arange(0, ROWS)
-    d = tl.arange(0, D)
-    stride: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
-    q_ptr = qkv_ptr + m[:, None] * stride + head * D + d[None, :]
-    q = tl.load(q_ptr, mask=m[:, None] < count, other=0.0)
-    kv_head = head // (HEADS // KV_HEADS)
-    keys_ptr += kv_head * length * D
-    values_ptr += kv_head * length * D
-    highest = tl.full((ROWS,), NOTHING, tl.float32)
-    weight = tl.zeros((ROWS,), tl.float32)
-    sums = tl.zeros((ROWS, D), tl.float32)
-    common = (start + first) // COLUMNS * COLUMNS  # every query of this block sees what is below
-    end = start + tl.minimum(first + ROWS, count)
-    rows = start + m
-    highest, weight, sums = _attend_tiles(
-        *(q, keys_ptr, values_ptr, highest, weight, sums, rows, 0, common, scale),
-        *(D, COLUMNS, False, PRECISION),
-    )
-    highest, weight, sums = _attend_tiles(
-        *(q, keys_ptr, values_ptr, highest, weight, sums, rows, common, end, scale),
-        *(D, COLUMNS, True, PRECISION),
-    )
-    out = (sums / weight[:, None]).to(out_ptr.dtype.element_ty)
-    at = m[:, None] * (HEADS * D) + head * D + d[None, :]
-    tl.store(out_ptr + at, out, mask=m[:, None] < count)
-
-
-def stages_of(device: torch.device) -> int:
-    """How many tiles of keys and values are on their way at once.
-
-    Three take 112 KB of shared memory a block, which A100, H100 and B200 have; the smaller chips of
-    their generations have 99.
-    """
-    if device.type != "cuda":
-        return 1
-    capability = torch.cuda.get_device_capability(device)
-    return 3 if capability == (8, 0) or capability[0] in (9, 10) else 2
-
-
-def chunk_attention(
-    qkv: Tensor, start: Tensor, count: Tensor, keys: Tensor, values: Tensor, out: Tensor
-) -> None:
-    """Causal attention of `count` tokens at positions start…, after `rotate_and_store`.
-
-    Shapes as in decode_attention; rows of `out` from `count` on are left as they are. float32
-    operands are multiplied in full float32, not in tf32.
-    """
-    kv_heads, length, head_dim = keys.shape
-    query_heads = out.shape[1] // head_dim
-    full = qkv.dtype == torch.float32
-    rows = 16 if full else CHUNK_ROWS
-    _chunk_attention[(triton.cdiv(len(qkv), rows), query_heads)](
-        *(qkv, start, count, keys, values, out, length, head_dim**-0.5 * LOG2E),
-        HEADS=query_heads,
-        KV_HEADS=kv_heads,
-        D=head_dim,
-        ROWS=rows,
-        COLUMNS=16 if full else 64,
-        PRECISION="ieee" if full else "tf32",
-        num_warps=4,
-        num_stages=1 if full else stages_of(qkv.device),
-    )
-
-
-def chunk_attention_plain(
-    qkv: Tensor, start: Tensor, count: Tensor, keys: Tensor, values: Tensor, out: Tensor
-) -> None:
-    q = qkv[: count.item(), : out.shape[1]].unflatten(1, (-1, keys.shape[2]))
-    out[: count.item()] = attended_plain(q, start.item(), keys, values)

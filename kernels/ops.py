@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kernels import attention, fused, linear
+from kernels import attention, chunk, fused, linear
 
 
 class Ops(NamedTuple):
@@ -25,7 +25,7 @@ TRITON = Ops(
     linear.gate_up,
     linear.head,
     attention.decode_attention,
-    attention.chunk_attention,
+    chunk.chunk_attention,
     fused.add_norm,
     fused.rotate_and_store,
     fused.silu_up,
@@ -36,7 +36,7 @@ PLAIN = Ops(
     linear.gate_up_plain,
     linear.head_plain,
     attention.decode_attention_plain,
-    attention.chunk_attention_plain,
+    chunk.chunk_attention_plain,
     fused.add_norm_plain,
     fused.rotate_and_store_plain,
     fused.silu_up_plain,
