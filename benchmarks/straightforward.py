@@ -23,8 +23,9 @@ class StraightforwardEngine(TorchEngine):
     name = "straightforward"
 
     def __init__(self, model: Qwen3, draft_length: int):
-        device = model.model.embed_tokens.weight.device
-        super().__init__(model, KVCache(model.config, CACHE, device, torch.bfloat16))
+        weight = model.model.embed_tokens.weight
+        device = weight.device
+        super().__init__(model, KVCache(model.config, CACHE, device, weight.dtype))
 
         def integers(n: int) -> Tensor:
             return torch.zeros(n, dtype=torch.int64, device=device)

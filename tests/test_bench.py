@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
+import torch
+from exports import random_prompt
 from profiles import succeed
+
+from benchmarks.straightforward import StraightforwardEngine
+from formats import Export
+from model import greedy
 
 
 def test_bench_times_random_weights_of_the_profiles_shape(tmp_path):
@@ -32,3 +39,26 @@ def test_bench_times_random_weights_of_the_profiles_shape(tmp_path):
         assert row["gb_per_s"] == pytest.approx(row["bytes_per_step"] / row["ms_per_token"] / 1e6)
         assert 0 < row["of_bandwidth"] < 1
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+class UncapturedStraightforwardEngine(StraightforwardEngine):
+    def _capture(self) -> None:
+        self._graph = self
+
+    def replay(self) -> None:
+        self._run()
+
+
+@torch.inference_mode()
+def test_the_straightforward_design_drafts_what_the_plain_path_does(export):
+    """So that what the engines are compared with does the same work."""
+    model = Export(export).load(torch.float32)
+    engine = UncapturedStraightforwardEngine(model, 16)
+    for length in (1, 40, 300):
+        prompt = random_prompt(length, length)
+        engine.begin(length + 16)
+        engine.extend(np.array(prompt, dtype=np.int32), 0, last=True)
+        found = [token for token, _ in engine.continuation(length, 16)]
+        assert found == greedy(model, prompt, 16, ()).token_ids
+    with pytest.raises(ValueError, match="does not fit"):
+        engine.begin(2049)
