@@ -1,12 +1,17 @@
 """Check: how fast is a draft, and how far from what the memory allows?
 
-Times whole drafts of each engine over several context lengths, beside transformers' `generate`, on
-an export of the profile or, with --random, on random weights of the profile's true shape (right for
-speed: the time does not depend on the values, as long as they aren't zeros). Contexts are fresh
-random ids, none repeated, so that no cache helps. Prints medians, the bytes that a token has to
-read and the share of the device's measured copy bandwidth; the last line is JSON.
+Times each engine side by side in one run, beside transformers' `generate` and the straightforward
+design (benchmarks/straightforward.py), over several context lengths, on an export of the profile
+or, with --random, on random weights of the profile's true shape (right for speed: the time does not
+depend on the values, as long as they aren't zeros). Contexts are fresh random ids, none repeated,
+so that no cache helps.
 
-    python bench.py --random --out benchmarks/decode.json
+prefill: the context's positions in an empty cache. draft: one more token, then a whole draft: as
+many decode steps as tokens, from the first launch until the host has them. On a GPU both are taken
+with events; all are medians. A step's bytes are every weight as the engine holds it and the live
+KV; they are set against the device's measured copy bandwidth. The last line is JSON.
+
+    python bench.py --random --out benchmarks/decode.json --plot benchmarks/decode.png
     python bench.py --profile tiny --contexts 64 512
 """
 
@@ -15,18 +20,20 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
 from artifacts import (
+    ArtifactError,
     Profile,
     digest,
     load_profile,
@@ -37,9 +44,15 @@ from artifacts import (
     write_json,
 )
 from contract import CONTRACT_FORMAT
-from drafter import Drafter, resolve_device
+from drafter import ENGINES, Drafter, resolve_device, resolve_engine
+from engines import TorchEngine
 from formats import EXPORT_FORMAT, PACKED_COLUMNS, Export, tensor_kind
-from model import Config, KVCache, empty_model, greedy
+from model import Config, empty_model, greedy
+
+if TYPE_CHECKING:
+    from transformers import Qwen3ForCausalLM
+
+REFERENCES = ("transformers", "straightforward")  # what the engines are compared with
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -51,14 +64,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--random", action="store_true", help="random weights of the profile's shape instead"
     )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--engines", nargs="+", choices=["torch", "graph"], metavar="E")
-    parser.add_argument("--contexts", nargs="+", type=int, default=[64, 512, 2048, 8192])
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        choices=[*REFERENCES, *ENGINES],
+        metavar="E",
+        help="default: all that run on the device",
+    )
+    parser.add_argument("--contexts", nargs="+", type=int, default=[64, 512, 2048, 8192, 32768])
     parser.add_argument("--tokens", type=int, default=16, help="a draft (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=15, help="(default: %(default)s)")
-    parser.add_argument(
-        "--transformers", action="store_true", help="time transformers' generate too (bf16)"
-    )
     parser.add_argument("--out", type=Path, help="JSON file to keep the result in")
+    parser.add_argument("--plot", type=Path, help="PNG file: ms a token against the floor")
     return parse_profile_args(parser, argv)
 
 
@@ -140,94 +157,171 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def timed(device: torch.device, body: Callable[[], object]) -> float:
-    """Seconds of `body`, the device waited for before and after."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
+    """Seconds of `body`, the device idle before and after; by events on a GPU."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        body()
+        return time.perf_counter() - began
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    began.record()
     body()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+    ended.record()
+    torch.cuda.synchronize()
+    return began.elapsed_time(ended) / 1e3
 
 
-def bytes_per_token(drafter: Drafter, context: int) -> int:
-    """What a decode step must read: every weight once in the engine's dtype, and the live KV."""
-    weights = sum(p.nbytes for p in drafter.engine.model.parameters())
-    kv: KVCache = drafter.kv
-    return weights + 2 * context * kv.keys[:, :, :1].nbytes
+@torch.inference_mode()
+def bench_engine(engine: TorchEngine, vocab: int, context: int, tokens: int, repeats: int) -> dict:
+    """Medians over fresh random contexts, in ms; see the module's docstring."""
+    rng = np.random.default_rng(context)
+    prefills, drafts = [], []
 
+    def prefill(ids: np.ndarray) -> None:
+        for start in range(0, context, engine.prefill_chunk):
+            end = min(start + engine.prefill_chunk, context)
+            engine.extend(ids[start:end], start, last=end == context)
 
-def bench_engine(drafter: Drafter, context: int, tokens: int, repeats: int) -> dict:
-    """Medians over fresh random contexts: prefill, decode, the whole draft; in ms."""
-    rng = random.Random(context)
-    drafts = []
+    def draft(ids: np.ndarray) -> None:
+        engine.extend(ids, context, last=True)
+        for _ in engine.continuation(context + 1, tokens):
+            pass
+
     for _ in range(repeats + 2):
-        ids = [rng.randrange(drafter.config.vocab_size) for _ in range(context)]
-        drafts.append(drafter.draft(ids, tokens))
-    drafts = drafts[2:]
-    prefill = statistics.median(d.prefill_seconds for d in drafts) * 1e3
-    decode = statistics.median(d.decode_seconds for d in drafts) * 1e3
-    # The first token comes out of the prefill; `tokens` - 1 steps follow it.
-    step = decode / max(tokens - 1, 1)
-    read = bytes_per_token(drafter, context)
+        engine.begin(context + 1 + tokens)
+        ids = rng.integers(0, vocab, context + 1, dtype=np.int32)
+        prefills.append(timed(engine.device, lambda ids=ids: prefill(ids[:-1])))
+        drafts.append(timed(engine.device, lambda ids=ids: draft(ids[-1:])))
+    token = statistics.median(drafts[2:]) * 1e3 / tokens
+    read = engine.weight_bytes + 2 * context * engine.kv.keys[:, :, :1].nbytes
     return {
-        "prefill_ms": prefill,
-        "decode_ms": decode,
-        "ms_per_step": step,
+        "prefill_ms": statistics.median(prefills[2:]) * 1e3,
+        "draft_ms": token * tokens,
+        "ms_per_token": token,
         "bytes_per_step": read,
-        "gb_per_s": read / step / 1e6,
+        "gb_per_s": read / token / 1e6,
     }
 
 
-def bench_transformers(drafter: Drafter, context: int, tokens: int, repeats: int) -> dict:
-    """`generate` of the same weights in the engine's dtype, default cache; the whole call."""
+@torch.inference_mode()
+def bench_transformers(model: Qwen3ForCausalLM, context: int, tokens: int, repeats: int) -> dict:
+    """`generate` as it comes, default cache; its prefill is timed as a forward pass."""
+    device, vocab = model.device, model.config.vocab_size
+    call = {"min_new_tokens": tokens, "max_new_tokens": tokens}
+    whole, prefills = [], []
+    for _ in range(repeats + 1):
+        ids = torch.randint(vocab, (1, context), device=device)
+        whole.append(timed(device, lambda ids=ids: model.generate(ids, **call)))
+        prefills.append(timed(device, lambda ids=ids: model(ids, logits_to_keep=1)))
+    prefill = statistics.median(prefills[1:]) * 1e3
+    # generate's first token comes out of its prefill; the others take a step each.
+    draft = (statistics.median(whole[1:]) * 1e3 - prefill) * tokens / max(tokens - 1, 1)
+    return {"prefill_ms": prefill, "draft_ms": draft, "ms_per_token": draft / tokens}
+
+
+def transformers_model(export: Path, device: torch.device) -> Qwen3ForCausalLM:
+    """The export's weights in the reference library, in the dtype that engines get here."""
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-    raw = json.loads((drafter.export.directory / "config.json").read_text())
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(Qwen3Config(**raw))
-    weights = drafter.engine.model.state_dict()
-    model.load_state_dict(
-        weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}, assign=True
-    )
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(drafter.device)
+        model = Qwen3ForCausalLM(Qwen3Config(**json.loads((export / "config.json").read_text())))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    weights = Export(export).load(dtype, str(device)).state_dict()
+    head = {"lm_head.weight": weights["model.embed_tokens.weight"]}
+    model.load_state_dict(weights | head, assign=True)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
     model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)
-    seconds = []
-    for _ in range(repeats + 1):
-        ids = torch.randint(drafter.config.vocab_size, (1, context), device=drafter.device)
-        call = {"min_new_tokens": tokens, "max_new_tokens": tokens}
-        seconds.append(timed(drafter.device, lambda i=ids, c=call: model.generate(i, **c)))
-    return {"draft_ms": statistics.median(seconds[1:]) * 1e3}
+    return model.requires_grad_(False)
+
+
+# ------------------------------------------------------------------------------------ the whole
+
+
+def bench_one(name: str, args: argparse.Namespace, export: Path) -> Iterator[dict]:
+    """One engine's or reference's rows, context by context."""
+    device = resolve_device(args.device)
+    few = max(3, args.repeats // 5)
+    if name == "transformers":
+        model = transformers_model(export, device)
+        limit = model.config.max_position_embeddings
+        measure = lambda n: bench_transformers(model, n, args.tokens, few)  # noqa: E731
+    else:
+        if name == "straightforward":
+            from benchmarks.straightforward import CACHE, StraightforwardEngine
+
+            model = Export(export).load(torch.bfloat16, str(device))
+            with torch.inference_mode():
+                engine = StraightforwardEngine(model, args.tokens)
+            limit, vocab = CACHE, model.config.vocab_size
+        else:
+            drafter = Drafter(export, str(device), engine=name, cache_bytes=0)
+            engine, limit, vocab = drafter.engine, drafter.context_limit, drafter.config.vocab_size
+        repeats = few if name == "torch" else args.repeats
+        measure = lambda n: bench_engine(engine, vocab, n, args.tokens, repeats)  # noqa: E731
+    for context in args.contexts:
+        if context + 1 + args.tokens <= limit:
+            yield {"engine": name, "context": context} | measure(context)
 
 
 def bench_all(args: argparse.Namespace, export: Path) -> list[dict]:
     device = resolve_device(args.device)
-    engines = args.engines or (["torch", "graph"] if device.type == "cuda" else ["torch"])
     bandwidth = copy_bandwidth(device)
+    rows = [{"copy_bandwidth": bandwidth}]
     print(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s on {device_name(device)}")
     print(
-        f"{'engine':14}{'context':>8}{'prefill ms':>12}{'decode ms':>11}{'ms/step':>9}{'GB/s':>8}"
+        f"{'engine':16}{'context':>8}{'prefill ms':>12}{'draft ms':>10}{'ms/token':>10}{'GB/s':>7}"
     )
-    rows = []
-    for engine in engines:
-        drafter = Drafter(export, str(device), engine=engine, cache_bytes=0)
-        for context in args.contexts:
-            if context + args.tokens > drafter.context_limit:
-                continue
-            row = {"engine": engine, "context": context}
-            row |= bench_engine(drafter, context, args.tokens, args.repeats)
-            row["of_bandwidth"] = row["gb_per_s"] * 1e9 / bandwidth
+    for name in args.engines or runnable(device):
+        for row in bench_one(name, args, export):
+            line = f"{name:16}{row['context']:8}{row['prefill_ms']:12.2f}{row['draft_ms']:10.2f}"
+            line += f"{row['ms_per_token']:10.3f}"
+            if "gb_per_s" in row:
+                row["of_bandwidth"] = row["gb_per_s"] * 1e9 / bandwidth
+                line += f"{row['gb_per_s']:7.0f}  {row['of_bandwidth']:.0%}"
+            print(line, flush=True)
             rows.append(row)
-            print(
-                f"{engine:14}{context:8}{row['prefill_ms']:12.2f}{row['decode_ms']:11.2f}"
-                f"{row['ms_per_step']:9.3f}{row['gb_per_s']:8.0f}  {row['of_bandwidth']:.0%}"
-            )
-            if args.transformers and engine == "torch":
-                found = bench_transformers(drafter, context, args.tokens, max(3, args.repeats // 5))
-                rows.append({"engine": "transformers", "context": context, **found})
-                print(f"{'transformers':14}{context:8}{'':12}{found['draft_ms']:11.2f} whole call")
-        del drafter
-    return [{"copy_bandwidth": bandwidth}, *rows]
+    return rows
+
+
+def runnable(device: torch.device) -> list[str]:
+    """The references and engines that run on the device."""
+    names = list(REFERENCES if device.type == "cuda" else REFERENCES[:1])
+    for engine in ENGINES:
+        try:
+            names.append(resolve_engine(engine, device))
+        except ArtifactError as error:
+            print(f"left out: {error}")
+    return names
+
+
+def plot(rows: list[dict], packed_bytes: int, path: Path) -> None:
+    """ms a token over the context, both logarithmic, above the floor: the packed weights and the
+    live KV at the copy bandwidth."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    bandwidth, *rows = (rows[0]["copy_bandwidth"], *rows[1:])
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for name in dict.fromkeys(row["engine"] for row in rows):
+        own = [row for row in rows if row["engine"] == name]
+        contexts, times = [r["context"] for r in own], [r["ms_per_token"] for r in own]
+        axes.plot(contexts, times, marker="o", label=name)
+    measured = {r["context"]: r for r in rows if "bytes_per_step" in r}
+    contexts = sorted(measured)
+    if contexts:
+        first, last = measured[contexts[0]], measured[contexts[-1]]
+        span = max(last["context"] - first["context"], 1)
+        per_position = (last["bytes_per_step"] - first["bytes_per_step"]) / span
+        floor = [(packed_bytes + per_position * n) / bandwidth * 1e3 for n in contexts]
+        axes.plot(contexts, floor, "k--", label="floor of the packed weights")
+    axes.set(xscale="log", yscale="log", xlabel="context, tokens", ylabel="ms a token")
+    axes.set_xticks(contexts, [str(n) for n in contexts])
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
 
 
 def device_name(device: torch.device) -> str:
@@ -242,6 +336,8 @@ def main(args: argparse.Namespace) -> None:
             device = str(resolve_device(args.device))
             export = write_random_export(profile, Path(temporary), device)
         rows = bench_all(args, export)
+        if args.plot:
+            plot(rows, (export / "weights.safetensors").stat().st_size, args.plot)
     result = {
         "command": " ".join(["python", *sys.argv]),
         "device": device_name(resolve_device(args.device)),

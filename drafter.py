@@ -4,10 +4,7 @@ One static KV cache is live. A request keeps of it what it has in common with th
 tokens, takes what the prefix cache (cache.py) has beyond that, computes the rest and decodes. Every
 drafted token is the argmax of the forward pass over the shipped weights; ties go to the lowest id.
 
-Two engines run the same model code:
-  torch  eager, on any device: the oracle.
-  graph  CUDA only: one decode step captured as a CUDA graph, its argmax fed back on the device, so
-         that a draft is one chain of replays without a word from the host.
+The engines that do the computing are in engines.py.
 
 A warm cache changes the shape of the matrix products (how many positions are computed at once), so
 its logits differ from a cold run's by rounding. In float32 (CPU) that is below 1e-3 in practice: a
@@ -19,26 +16,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from artifacts import ArtifactError
 from cache import PrefixCache, blake2b, common_prefix, to_ids
 from contract import read_contract
+from engines import GraphEngine, TorchEngine
 from formats import Export
-from model import KVCache, Qwen3
+from model import KVCache
 
-PREFILL_CHUNK = 512  # bounds the mask and the attention scores: (512, context)
-EXTEND_TOKENS = 32  # up to so many new positions go through a captured graph, padded
-SMALLEST_BUCKET = 256
-LARGEST_READY_BUCKET = 2048  # longer contexts capture their graph at first use
 MARGIN_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 CACHE_BYTES = 2 << 30
+ENGINES = ("torch", "graph")  # slowest first
 
 
 class Cancelled(Exception):
@@ -64,183 +58,6 @@ class Draft:
     decode_seconds: float
 
 
-def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits: (1, vocab) float32 → the argmax (1,) int64 and its probability (1,) float32.
-
-    torch.argmax gives the first of equal maxima, on the CPU and on CUDA: the lowest id.
-    """
-    best = logits.argmax(-1)
-    return best, logits.softmax(-1).gather(-1, best[:, None])[:, 0]
-
-
-# ------------------------------------------------------------------------------------- engines
-
-
-class TorchEngine:
-    """Eager forward passes: the plain path, and the oracle of every other engine."""
-
-    name = "torch"
-
-    def __init__(self, model: Qwen3, kv: KVCache):
-        self.model, self.kv, self.device = model, kv, kv.keys.device
-        self.decode_steps = 0
-        self.graph_replays = 0
-        self._next: tuple[Tensor, Tensor] | None = None
-
-    def begin(self, reach: int) -> None:
-        """Get ready for a request that ends below position `reach`."""
-
-    def extend(self, ids: np.ndarray, start: int, last: bool) -> None:
-        """Compute the KV of `ids` at positions start…; `last`: the next token is wanted too."""
-        hidden = self._forward(torch.from_numpy(ids.astype(np.int64)), start)
-        if last:
-            self._next = choose(self.model.logits(hidden[-1:]))
-
-    def continuation(self, position: int, count: int) -> Iterator[tuple[int, float]]:
-        """Up to `count` greedy (token, probability) after `extend`; the first is at `position`.
-
-        The KV of a token is computed only when the one after it is asked for.
-        """
-        for i in range(count):
-            if i > 0:
-                hidden = self._forward(self._next[0].cpu(), position + i - 1)
-                self._next = choose(self.model.logits(hidden))
-                self.decode_steps += 1
-            yield self._next[0].item(), self._next[1].item()
-
-    def synchronize(self) -> None:
-        """Wait for the device, so that times are true."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def _forward(self, ids: Tensor, start: int) -> Tensor:
-        """ids: (tokens,) int64 at positions start… → hidden states (tokens, hidden)."""
-        end = start + len(ids)
-        positions = torch.arange(start, end, device=self.device)
-        attend = self.kv.attention(positions, end)
-        return self.model(ids.to(self.device)[None], positions[None], attend)[0]
-
-
-class GraphEngine(TorchEngine):
-    """CUDA graphs over static buffers, one pair per bucket of context lengths.
-
-    A bucket's graphs attend over its whole length with a mask, so one capture serves every context
-    that fits. `step` computes one position; `extend` up to EXTEND_TOKENS new ones: the padding
-    writes KV above what is valid, where decoding overwrites it before anything attends to it.
-    """
-
-    name = "graph"
-
-    def __init__(self, model: Qwen3, kv: KVCache, context_limit: int, draft_length: int):
-        super().__init__(model, kv)
-        self.extend_replays = 0
-        self.buckets = bucket_lengths(context_limit)
-        self._scratch = context_limit  # positions that no request reaches; capturing writes there
-
-        def integers(n: int) -> Tensor:
-            return torch.zeros(n, dtype=torch.int64, device=self.device)
-
-        self._token, self._position, self._step = integers(1), integers(1), integers(1)
-        self._inputs = integers(EXTEND_TOKENS + 2)  # ids, first position, row of the last id
-        self._tokens = integers(max(draft_length, 1))
-        self._probabilities = torch.zeros(len(self._tokens), device=self.device)
-        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        self._captured: dict[int, tuple[Callable, Callable]] = {}
-        self._replay_step = self._replay_extend = None
-        for bucket in self.buckets:
-            if bucket <= LARGEST_READY_BUCKET or bucket == self.buckets[0]:
-                self.begin(bucket)
-
-    def begin(self, reach: int) -> None:
-        bucket = next(b for b in self.buckets if b >= reach)
-        if bucket not in self._captured:
-            self._captured[bucket] = (
-                self._capture(lambda: self._run_step(bucket)),
-                self._capture(lambda: self._run_extend(bucket)),
-            )
-        self._replay_step, self._replay_extend = self._captured[bucket]
-
-    def extend(self, ids: np.ndarray, start: int, last: bool) -> None:
-        if last and len(ids) <= EXTEND_TOKENS:
-            inputs = np.zeros(EXTEND_TOKENS + 2, dtype=np.int64)
-            inputs[: len(ids)] = ids
-            inputs[EXTEND_TOKENS:] = start, len(ids) - 1
-            self._inputs.copy_(torch.from_numpy(inputs))
-            self._replay_extend()
-            self.extend_replays += 1
-            return
-        hidden = self._forward(torch.from_numpy(ids.astype(np.int64)), start)
-        if last:
-            self._step.zero_()
-            self._position.fill_(start + len(ids))
-            self._record(hidden[-1:])
-
-    def continuation(self, position: int, count: int) -> Iterator[tuple[int, float]]:
-        """All `count` tokens at once; the caller drops what follows an end."""
-        self.decode_steps += max(count - 1, 0)
-        for _ in range(count - 1):
-            self._replay_step()
-            self.graph_replays += 1
-        # The device counts too: a graph that was captured but did nothing would not get past this.
-        if count and self._step.item() != count:
-            raise RuntimeError(f"{self._step.item()} steps ran on the device, expected {count}")
-        tokens, probabilities = self._tokens[:count].tolist(), self._probabilities[:count].tolist()
-        return iter(list(zip(tokens, probabilities, strict=True)))
-
-    def _record(self, hidden: Tensor) -> None:
-        """Choose after hidden: (1, hidden); keep it at index `step` and as the next input."""
-        best, probability = choose(self.model.logits(hidden))
-        self._tokens.index_copy_(0, self._step, best)
-        self._probabilities.index_copy_(0, self._step, probability)
-        self._token.copy_(best)
-        self._step.add_(1)
-
-    def _run_step(self, bucket: int) -> None:
-        attend = self.kv.attention(self._position, bucket)
-        hidden = self.model(self._token[None], self._position[None], attend)[0]
-        self._position.add_(1)
-        self._record(hidden)
-
-    def _run_extend(self, bucket: int) -> None:
-        ids, start, row = self._inputs.split((EXTEND_TOKENS, 1, 1))
-        positions = start + torch.arange(EXTEND_TOKENS, device=self.device)
-        attend = self.kv.attention(positions, bucket)
-        hidden = self.model(ids[None], positions[None], attend)[0]
-        self._step.zero_()
-        self._position.copy_(start + row + 1)
-        self._record(hidden.index_select(0, row))
-
-    def _aim_at_scratch(self) -> None:
-        self._step.zero_()
-        self._position.fill_(self._scratch)
-        self._inputs.zero_()[EXTEND_TOKENS] = self._scratch
-
-    def _capture(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Capture `body` as a CUDA graph; returns its replay."""
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # libraries allocate at first use, which a capture forbids
-                self._aim_at_scratch()
-                body()
-            self._aim_at_scratch()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # One pool for all: nothing in it outlives a replay, the results are in buffers outside.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            body()
-        return graph.replay
-
-
-def bucket_lengths(context_limit: int) -> list[int]:
-    """Powers of two from SMALLEST_BUCKET below the limit, then the limit."""
-    lengths, length = [], SMALLEST_BUCKET
-    while length < context_limit:
-        lengths.append(length)
-        length *= 2
-    return [*lengths, context_limit]
-
-
 def resolve_device(device: str) -> torch.device:
     """auto | cpu | cuda[:n] → a device that is there; ArtifactError otherwise."""
     if device == "auto":
@@ -254,8 +71,8 @@ def resolve_engine(engine: str | None, device: torch.device) -> str:
     """None → the fastest that the device supports; ArtifactError where a named one can't run."""
     if engine is None:
         return "graph" if device.type == "cuda" else "torch"
-    if engine not in ("torch", "graph"):
-        raise ArtifactError(f"--engine {engine}: there are torch and graph")
+    if engine not in ENGINES:
+        raise ArtifactError(f"--engine {engine}: there are {' and '.join(ENGINES)}")
     if engine == "graph" and device.type != "cuda":
         raise ArtifactError(f"--engine graph needs a CUDA GPU, the device is {device.type}")
     return engine
@@ -296,7 +113,7 @@ class Drafter:
         self.context_limit = self._check_limit(context_limit)
         self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         model = self.export.load(self.dtype, str(self.device))
-        length = self.context_limit + (EXTEND_TOKENS if engine == "graph" else 0)
+        length = self.context_limit + 1  # captured graphs are tried out behind the last position
         self.kv = KVCache(self.config, length, self.device, self.dtype)
         self._domain = f"draft-conversation/1\0{self.contract['fingerprint']}\0".encode()
         self._cache_bytes = cache_bytes
@@ -441,7 +258,7 @@ class Drafter:
         while start < len(ids):
             if cancelled is not None and cancelled():
                 raise Cancelled
-            end = min(start + PREFILL_CHUNK, len(ids))
+            end = min(start + self.engine.prefill_chunk, len(ids))
             self.engine.extend(ids[start:end], start, last=end == len(ids))
             self._keep(ids, end)
             start = end

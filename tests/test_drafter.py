@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import assert_same_draft, use_uncaptured_graphs
+from drafts import assert_same_draft, use_uncaptured_graphs
 from exports import DRAFT_LENGTH, make_export, random_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import drafter as drafter_module
 from artifacts import ArtifactError
 from cache import PrefixCache, blake2b, common_prefix, to_ids
-from drafter import Cancelled, Drafter, choose
+from drafter import Cancelled, Drafter
+from engines import GraphEngine, TorchEngine, choose
 from formats import Export
-from model import greedy
+from model import KVCache, greedy
 
 LIMIT = 512
 
@@ -33,7 +33,8 @@ def drafter(request: pytest.FixtureRequest, export: Path) -> Drafter:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that contexts of a test's length are prefilled in several chunks."""
-    monkeypatch.setattr(drafter_module, "PREFILL_CHUNK", 48)
+    for engine in (TorchEngine, GraphEngine):
+        monkeypatch.setattr(engine, "prefill_chunk", 48)
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +88,21 @@ def test_probabilities_are_the_softmax_of_the_forward_pass(drafter: Drafter):
         with torch.inference_mode():
             model = drafter.engine.model
             positions = torch.arange(len(context))
-            attend = drafter_module.KVCache(
-                model.config, len(context), drafter.device, torch.float32
-            ).attention(positions, len(context))
+            kv = KVCache(model.config, len(context), drafter.device, torch.float32)
+            attend = kv.attention(positions, len(context))
             hidden = model(torch.tensor([context]), positions[None], attend)
             expected = model.logits(hidden[0, -1:]).softmax(-1)[0, token].item()
         assert probability == pytest.approx(expected, rel=1e-4)
+
+
+def test_chunks_beyond_the_captured_sizes_use_torchs_attention(export: Path, fresh: Drafter):
+    drafter = use_uncaptured_graphs(Drafter(export, device="cpu"))
+    drafter.engine._chunks = [8]
+    for length in (9, 48, 49, 200):
+        prompt = random_prompt(length, length)
+        replays = drafter.engine.extend_replays
+        assert drafter.draft(prompt, 4).token_ids == cold(fresh, prompt, 4).token_ids
+        assert drafter.engine.extend_replays - replays <= 1  # what was left for the last chunk
 
 
 def test_ties_go_to_the_lowest_id():

@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from drafter import EXTEND_TOKENS, Draft, Drafter, GraphEngine
+from drafter import Draft, Drafter
+from engines import GraphEngine
+from kernels.ops import PLAIN
 from model import KVCache, Qwen3, greedy
 
 
 class UncapturedGraphEngine(GraphEngine):
-    """The graph engine with its buffers, buckets and padding, each "replay" run eagerly."""
+    """The graph engine with its buffers, buckets and padding, each "replay" run eagerly, and the
+    kernels' plain twins in place of Triton."""
 
     def _capture(self, body: Callable[[], None]) -> Callable[[], None]:
         self._aim_at_scratch()
@@ -21,12 +24,11 @@ class UncapturedGraphEngine(GraphEngine):
 
 def use_uncaptured_graphs(drafter: Drafter) -> Drafter:
     """Swap the engine of a CPU drafter for the stand-in."""
-    length = drafter.context_limit + EXTEND_TOKENS
+    length = drafter.context_limit + 1
     drafter.kv = KVCache(drafter.config, length, drafter.device, drafter.dtype)
+    limits = (drafter.context_limit, drafter.draft_length)
     with torch.inference_mode():
-        drafter.engine = UncapturedGraphEngine(
-            drafter.engine.model, drafter.kv, drafter.context_limit, drafter.draft_length
-        )
+        drafter.engine = UncapturedGraphEngine(drafter.engine.model, drafter.kv, *limits, ops=PLAIN)
     drafter.reset()
     return drafter
 
