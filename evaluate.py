@@ -256,6 +256,8 @@ def measure_ladder(args: argparse.Namespace, profile: Profile) -> None:
         write_json(directory / "results.json", results)
         stage.finish(rows={"in": len(labels), "kept": len(labels), "dropped": {}, "failed": 0})
     print_ladder(results, args.split)
+    if results["rungs"]["served"]["of_distilled"]["high"] < 1 - args.max_loss:
+        raise ArtifactError(f"chance alone does not explain that {results['verdict']}")
 
 
 def main(args: argparse.Namespace) -> None:
