@@ -136,8 +136,11 @@ class Exclusions:
         self.ngrams: dict[int, str] = {}
         self.rows = 0
         for path in files:
+            before = self.rows
             for number, text in enumerate(read_texts(path, columns)):
                 self.add(text, f"{path.name}:{number}")
+            if self.rows == before:
+                raise ArtifactError(f"--exclude {path} has no text: it would guard against nothing")
 
     def add(self, text: str, name: str) -> None:
         words = word_list(text)

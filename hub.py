@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import hashlib
-import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -117,11 +117,15 @@ def first_line(error: Exception) -> str:
     return text[0] if text else type(error).__name__
 
 
+# In any part of a path: some data sets keep their splits in directories.
+HELD_OUT = re.compile(r"(?<![a-z])(test|valid|eval|dev(?![a-z]))")
+
+
 def check_split(source: dict) -> None:
     """Refuse a manifest entry that names anything but a train file."""
     name = source["file"]
     excluded = any(fnmatch.fnmatch(name, pattern) for pattern in source["excluded_splits"])
-    held_out = any(word in os.path.basename(name).lower() for word in ("test", "valid", "eval"))
+    held_out = HELD_OUT.search(name.lower())
     if source["split"] != "train" or excluded or held_out:
         raise ArtifactError(
             f"data_manifest.json: {source['name']} names {name} of split {source['split']!r}; "

@@ -151,3 +151,11 @@ def test_the_gate_accounts_for_each_reason(tmp_path):
     with gate.part("augmented"):
         near = [n for n, text in gate.see([rows[2]]) if gate.admit(user(text), n, near=False)]
     assert near == ["c"], "augmentations repeat their row by design"
+
+
+@pytest.mark.parametrize("text", ["", "\n", json.dumps({"question": " ?! "}) + "\n"])
+def test_an_exclusion_file_without_text_is_an_error(tmp_path, text):
+    path = tmp_path / "empty.jsonl"
+    path.write_text(text)
+    with pytest.raises(ArtifactError, match="guard against nothing"):
+        Exclusions([path], ["question"])

@@ -14,7 +14,8 @@ import pytest
 from hub_server import Repo, serve_hub
 from profiles import random_qwen3
 
-from artifacts import ROOT
+from artifacts import ROOT, ArtifactError
+from hub import check_split
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
@@ -202,3 +203,26 @@ def test_pinning_never_overwrites_a_known_pin(setup, tmp_path):
 def test_every_pin_that_agrees_is_said_to_agree(setup):
     _, _, run, _ = setup
     assert "every pin is known and agrees" in run("--pin").stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "refused"),
+    [
+        ("data/train-00000-of-00001.parquet", False),
+        ("main/train-00000-of-00001.parquet", False),
+        ("latest/contest/train.parquet", False),
+        ("devices/train.parquet", False),
+        ("main/test/0000.parquet", True),
+        ("data/Test-00000.parquet", True),
+        ("default/validation/0.parquet", True),
+        ("data/train_eval.parquet", True),
+        ("dev/train.parquet", True),
+        ("data/test_sft-00000.parquet", True),
+    ],
+)
+def test_a_held_out_split_is_known_by_any_part_of_its_path(file, refused):
+    source = {"name": "x", "file": file, "split": "train", "excluded_splits": []}
+    if not refused:
+        return check_split(source)
+    with pytest.raises(ArtifactError, match="only train splits"):
+        check_split(source)
