@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,9 +31,12 @@ from engines import GraphEngine, TorchEngine
 from formats import Export
 from model import KVCache
 
+if TYPE_CHECKING:
+    from packed import PersistentEngine
+
 MARGIN_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 CACHE_BYTES = 2 << 30
-ENGINES = ("torch", "graph")  # slowest first
+ENGINES = ("torch", "graph", "persistent")  # slowest first
 
 
 class Cancelled(Exception):
@@ -73,8 +77,8 @@ def resolve_engine(engine: str | None, device: torch.device) -> str:
         return "graph" if device.type == "cuda" else "torch"
     if engine not in ENGINES:
         raise ArtifactError(f"--engine {engine}: there are {' and '.join(ENGINES)}")
-    if engine == "graph" and device.type != "cuda":
-        raise ArtifactError(f"--engine graph needs a CUDA GPU, the device is {device.type}")
+    if engine != "torch" and device.type != "cuda":
+        raise ArtifactError(f"--engine {engine} needs a CUDA GPU, the device is {device.type}")
     return engine
 
 
@@ -112,19 +116,25 @@ class Drafter:
         self.eos_token_ids = frozenset(self.contract["fields"]["eos_token_ids"])
         self.context_limit = self._check_limit(context_limit)
         self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
-        model = self.export.load(self.dtype, str(self.device))
         length = self.context_limit + 1  # captured graphs are tried out behind the last position
         self.kv = KVCache(self.config, length, self.device, self.dtype)
         self._domain = f"draft-conversation/1\0{self.contract['fingerprint']}\0".encode()
         self._cache_bytes = cache_bytes
         self.reset()
         with torch.inference_mode():
-            self.engine = (
-                TorchEngine(model, self.kv)
-                if engine == "torch"
-                else GraphEngine(model, self.kv, self.context_limit, self.draft_length)
-            )
+            self.engine = self._make_engine(engine)
         self._check_known_answer()
+
+    def _make_engine(self, name: str) -> TorchEngine | PersistentEngine:
+        if name == "persistent":
+            from kernels.ops import TRITON
+            from packed import PersistentEngine
+
+            return PersistentEngine(self.export, self.kv, self.draft_length, TRITON)
+        model = self.export.load(self.dtype, str(self.device))
+        if name == "torch":
+            return TorchEngine(model, self.kv)
+        return GraphEngine(model, self.kv, self.context_limit, self.draft_length)
 
     def _check_limit(self, asked: int | None) -> int:
         largest = self.config.max_position_embeddings
