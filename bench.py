@@ -44,7 +44,7 @@ from artifacts import (
     write_json,
 )
 from contract import CONTRACT_FORMAT
-from drafter import ENGINES, Drafter, resolve_device, resolve_engine
+from drafter import ENGINES, UNPROVEN, Drafter, resolve_device, resolve_engine
 from engines import TorchEngine
 from formats import EXPORT_FORMAT, PACKED_COLUMNS, Export, tensor_kind
 from model import Config, empty_model, greedy
@@ -67,9 +67,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--engines",
         nargs="+",
-        choices=[*REFERENCES, *ENGINES],
+        choices=[*REFERENCES, *ENGINES, *UNPROVEN],
         metavar="E",
-        help="default: all that run on the device",
+        help="default: all that are proven to run on the device",
     )
     parser.add_argument("--contexts", nargs="+", type=int, default=[64, 512, 2048, 8192, 32768])
     parser.add_argument("--tokens", type=int, default=16, help="a draft (default: %(default)s)")

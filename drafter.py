@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 MARGIN_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 CACHE_BYTES = 2 << 30
-ENGINES = ("torch", "graph", "persistent")  # slowest first
+ENGINES = ("torch", "graph")  # slowest first
+UNPROVEN = ("persistent",)  # only by name: has not run on a GPU yet
 
 
 class Cancelled(Exception):
@@ -75,8 +76,8 @@ def resolve_engine(engine: str | None, device: torch.device) -> str:
     """None → the fastest that the device supports; ArtifactError where a named one can't run."""
     if engine is None:
         return "graph" if device.type == "cuda" else "torch"
-    if engine not in ENGINES:
-        raise ArtifactError(f"--engine {engine}: there are {' and '.join(ENGINES)}")
+    if engine not in ENGINES + UNPROVEN:
+        raise ArtifactError(f"--engine {engine}: there are {', '.join(ENGINES + UNPROVEN)}")
     if engine != "torch" and device.type != "cuda":
         raise ArtifactError(f"--engine {engine} needs a CUDA GPU, the device is {device.type}")
     return engine

@@ -450,7 +450,7 @@ def test_an_export_without_a_known_answer_is_refused(broken: Path):
 def test_a_fast_path_that_cannot_run_is_an_error(export: Path):
     with pytest.raises(ArtifactError, match="--engine graph"):
         Drafter(export, device="cpu", engine="graph")
-    with pytest.raises(ArtifactError, match="there are torch and graph and persistent"):
+    with pytest.raises(ArtifactError, match="there are torch, graph, persistent"):
         Drafter(export, device="cpu", engine="warp")
     if not torch.cuda.is_available():
         with pytest.raises(ArtifactError, match="no CUDA GPU"):
