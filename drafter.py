@@ -122,8 +122,7 @@ class Drafter:
         self._domain = f"draft-conversation/1\0{self.contract['fingerprint']}\0".encode()
         self._cache_bytes = cache_bytes
         self.reset()
-        with torch.inference_mode():
-            self.engine = self._make_engine(engine)
+        self.engine = self._make_engine(engine)
         self._check_known_answer()
 
     def _make_engine(self, name: str) -> TorchEngine | PersistentEngine:
@@ -131,11 +130,13 @@ class Drafter:
             from kernels.ops import TRITON
             from packed import PersistentEngine
 
-            return PersistentEngine(self.export, self.kv, self.draft_length, TRITON)
+            with torch.inference_mode():
+                return PersistentEngine(self.export, self.kv, self.draft_length, TRITON)
         model = self.export.load(self.dtype, str(self.device))
         if name == "torch":
             return TorchEngine(model, self.kv)
-        return GraphEngine(model, self.kv, self.context_limit, self.draft_length)
+        with torch.inference_mode():
+            return GraphEngine(model, self.kv, self.context_limit, self.draft_length)
 
     def _check_limit(self, asked: int | None) -> int:
         largest = self.config.max_position_embeddings
