@@ -61,6 +61,15 @@ def with_rest(logprobs: Tensor) -> Tensor:
     return torch.cat((logprobs, rest.log()), dim=-1)
 
 
+def sharpened(logprobs: Tensor, temperature: float) -> Tensor:
+    """(n, k) log-probabilities at another temperature, the rest taken as one outcome.
+
+    A greedy verifier asks for the teacher's first choice alone: below 1 the distribution moves
+    towards it, and `topk-kl` towards `ce`.
+    """
+    return (with_rest(logprobs) / temperature).log_softmax(-1)[:, :-1]
+
+
 def merged(logits: Tensor, labels: Labels) -> tuple[Tensor, Tensor]:
     """(teacher, draft) log-probabilities over the k stored tokens and the rest: (n, k + 1)."""
     draft = logits.gather(-1, labels.top_ids) - logits.logsumexp(-1, keepdim=True)
@@ -105,10 +114,12 @@ def needs_top_k(weights: dict[str, float]) -> bool:
     return any(name != "ce" for name in weights)
 
 
-def mix(weights: dict[str, float]) -> Objective:
-    """The weighted sum of objectives."""
+def mix(weights: dict[str, float], temperature: float = 1.0) -> Objective:
+    """The weighted sum of objectives, the teacher's distribution taken at `temperature`."""
 
     def objective(logits: Tensor, labels: Labels) -> Tensor:
+        if labels.top_logprobs is not None and temperature != 1.0:
+            labels = labels._replace(top_logprobs=sharpened(labels.top_logprobs, temperature))
         return sum(weight * OBJECTIVES[name](logits, labels) for name, weight in weights.items())
 
     return objective

@@ -107,6 +107,14 @@ def add_objective_flags(parser: argparse.ArgumentParser) -> None:
         help="ce, topk-kl, topk-tv (objectives.py) or a mix: ce=0.5,topk-tv=0.5 (%(default)s)",
     )
     parser.add_argument(
+        "--teacher-temperature",
+        type=number_between(0.05, 20),
+        default=1.0,
+        metavar="T",
+        help="at which topk-kl and topk-tv take the teacher's distribution; below 1: sharper "
+        "(%(default)s)",
+    )
+    parser.add_argument(
         "--survival",
         action="store_true",
         help="a token that comes after a likely rejection counts less (objectives.py)",
@@ -406,7 +414,7 @@ def make_state(
     model = load_checkpoint(checkpoint, torch.float32, world.device)
     model.recompute = args.checkpointing
     survival = draft_length if args.survival else None
-    distiller = Distiller(model, mix(args.objective), survival)
+    distiller = Distiller(model, mix(args.objective, args.teacher_temperature), survival)
     shard(distiller, world)
     if args.compile and world.kind == "cuda":
         compile_blocks(model)

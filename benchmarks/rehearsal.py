@@ -308,7 +308,8 @@ def first_variants(epochs: str) -> dict[str, list[str]]:
         "topk-kl": ["--objective", "topk-kl", *common],
         "topk-tv": ["--objective", "topk-tv", *common],
         "mix": ["--objective", "ce=0.3,topk-kl=0.4,topk-tv=0.3", *common],
-        "survival": ["--objective", "topk-kl", "--survival", *common],
+        "sharp-kl": ["--objective", "topk-kl", "--teacher-temperature", "0.5", *common],
+        "survival": ["--objective", "ce", "--survival", *common],
     }
 
 
@@ -340,14 +341,13 @@ def ablation(args: argparse.Namespace) -> dict:
     more = variants[best][: -len(["--qat", "0"])]
     also = ["--also", "labels-rejections"]
     later = {
+        "ce-then-tv": ["--init", "ce", "--objective", "topk-tv", "--epochs", "1", "--qat", "0"],
         "on-policy": [*more, "--qat", "0", *also],
         "on-policy+qat": [*more, "--qat", "0.3", *also],
         "qat": [*more, "--qat", "0.3"],
         "ce+qat": ["--objective", "ce", "--epochs", str(args.epochs), "--qat", "0.3"],
     }
-    commands = [
-        ("train", "--name", name.replace("+", "-"), *later[name], *shared) for name in later
-    ]
+    commands = [("train", "--name", plain(name), *later[name], *shared) for name in later]
     cost |= dict(zip(later, chain.run_all(commands, args.at_once), strict=True))
     figures |= measure(chain, list(later), args.at_once)
     return report(chain, variants | later, figures, cost)

@@ -97,6 +97,18 @@ def test_a_mix_is_the_weighted_sum():
     torch.testing.assert_close(mix(weights)(draft, labels), expected)
 
 
+def test_a_lower_temperature_moves_kl_towards_the_greedy_token():
+    """With all tokens stored: exactly the teacher's logits divided by T; near 0, cross-entropy."""
+    teacher, draft = drawn(6)
+    labels = labels_of(teacher, VOCABULARY)
+    at_half = labels_of(teacher / 0.5, VOCABULARY)
+    found = mix({"topk-kl": 1.0}, 0.5)(draft, labels)
+    torch.testing.assert_close(found, topk_kl(draft, at_half), rtol=1e-3, atol=1e-3)
+    cold = mix({"topk-kl": 1.0}, 0.05)(draft, labels_of(teacher * 3, 8))
+    expected = F.cross_entropy(draft, labels.targets, reduction="none")
+    torch.testing.assert_close(cold, expected, rtol=0.05, atol=0.05)
+
+
 @pytest.mark.parametrize("text", ["", "kl", "ce,ce", "ce=0", "ce=-1", "ce=nan", "ce=inf", "ce=x"])
 def test_what_is_no_objective_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="topk-kl"):
