@@ -826,7 +826,7 @@ __device__ void consume(const Arguments &a, Shared &s) {
   if (p.block == 0 && p.thread == 0) *a.steps = all_steps(a);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_constant__ Arguments a) {
   extern __shared__ unsigned char raw[];
   Shared &s = *reinterpret_cast<Shared *>(raw);
   for (int i = threadIdx.x; i < 256 * 32; i += THREADS) {
