@@ -12,6 +12,7 @@ import argparse
 import json
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -39,14 +40,37 @@ SCHEME = "affine32"
 HASHES = MinHash(PERMUTATIONS, seed=1, scheme=SCHEME).permutations
 
 
+def fold(text: str) -> str:
+    """NFKC, lower case, without what is not seen (category Cf: soft hyphens, zero-width spaces)."""
+    text = unicodedata.normalize("NFKC", text).casefold()
+    return "".join(c for c in text if unicodedata.category(c) != "Cf")
+
+
 def word_list(text: str) -> list[str]:
-    """Words of a text as they are compared: NFKC, lower case, runs of letters and digits.
+    """Words of a text as they are compared: folded, runs of letters and digits.
 
     Scripts that write no spaces give a word for each character.
     """
-    text = unicodedata.normalize("NFKC", text).casefold()
-    spaced = (f" {c} " if UNSPACED.match(c) else c if c.isalnum() else " " for c in text)
+    spaced = (f" {c} " if UNSPACED.match(c) else c if c.isalnum() else " " for c in fold(text))
     return "".join(spaced).split()
+
+
+def token_list(text: str) -> list[str]:
+    """Words and, each by itself, symbols: `3 + 4` is no near-duplicate of `3 - 4`."""
+    spaced = (c if c.isalnum() and not UNSPACED.match(c) else f" {c} " for c in fold(text))
+    return "".join(spaced).split()
+
+
+def readings(text: str) -> list[list[str]]:
+    """A text's words, and once more with what is not seen between letters taken for spaces.
+
+    A zero-width space may hide inside a word, or be the only thing between two.
+    """
+    spaced = "".join(" " if unicodedata.category(c) == "Cf" else c for c in text)
+    found = [word_list(text)]
+    if spaced != text:
+        found.append(word_list(spaced))
+    return found
 
 
 def windows(words: list[str], size: int) -> Iterator[str]:
@@ -88,7 +112,8 @@ def exclusion_hashes(args: argparse.Namespace) -> dict:
     for path in args.exclude:
         if not path.is_file():
             raise ArtifactError(f"--exclude {path}: no such file")
-    files = {path.name: sha256_file(path) for path in args.exclude}
+    # Pairs: two files of one name in different directories are two files.
+    files = [[path.name, sha256_file(path)] for path in args.exclude]
     return {"files": files, "columns": args.exclude_columns if files else []}
 
 
@@ -135,22 +160,22 @@ class Exclusions:
         self.near = NearDuplicates()
         self.ngrams: dict[int, str] = {}
         self.rows = 0
+        names = Counter(path.name for path in files)
         for path in files:
-            before = self.rows
+            before, shown = self.rows, path.name if names[path.name] == 1 else str(path)
             for number, text in enumerate(read_texts(path, columns)):
-                self.add(text, f"{path.name}:{number}")
+                self.add(text, f"{shown}:{number}")
             if self.rows == before:
                 raise ArtifactError(f"--exclude {path} has no text: it would guard against nothing")
 
     def add(self, text: str, name: str) -> None:
-        words = word_list(text)
-        if not words:
-            return
-        self.rows += 1
-        self.near.add(signature(words), name)
-        if len(words) >= NGRAM_WORDS:
-            for gram in windows(words, NGRAM_WORDS):
-                self.ngrams.setdefault(xxhash.xxh64_intdigest(gram.encode()), name)
+        found = [words for words in readings(text) if words]
+        self.rows += bool(found)
+        for words in found:
+            self.near.add(signature(words), name)
+            if len(words) >= NGRAM_WORDS:
+                for gram in windows(words, NGRAM_WORDS):
+                    self.ngrams.setdefault(xxhash.xxh64_intdigest(gram.encode()), name)
 
     def match(self, words: list[str], minhash: MinHash) -> Match | None:
         """What the prompt shares with an evaluation prompt; None where nothing."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from artifacts import account, write_atomic
-from dedup import Exclusions, Match, NearDuplicates, signature, word_list
+from dedup import Exclusions, Match, NearDuplicates, readings, signature, token_list
 from records import fingerprint
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class Gate:
             self.excluded.append({"id": name, "reason": found.reason, "repeats": found.found})
             return self.drop(f"contaminated_{found.reason}")
         if near:
-            minhash = signature(word_list(" ".join(m["content"] for m in messages)))
+            minhash = signature(token_list(" ".join(m["content"] for m in messages)))
             if self.near.find(minhash) is not None:
                 return self.drop("near_duplicate")
             self.near.add(minhash, name)
@@ -86,7 +86,7 @@ class Gate:
         prompt within a long conversation is not near to the whole of it."""
         if self.exclusions is None:
             return None
-        turns = (word_list(m["content"]) for m in messages)
+        turns = (words for m in messages for words in readings(m["content"]))
         matches = (self.exclusions.match(words, signature(words)) for words in turns if words)
         return next((match for match in matches if match is not None), None)
 

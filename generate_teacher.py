@@ -26,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -54,7 +55,7 @@ from label_prompts import SPLITS, Prompts, RejectionPrompts
 from labelling import Engine, Label, TransformersEngine, VllmEngine
 from model import load_checkpoint
 from prompts import load_tokenizer
-from records import label_schema, read_labels, read_records, write_records
+from records import label_schema, read_records, write_records
 
 NEAR_TIE = 0.05  # nats between the best two; bf16 kernels of other shapes differ by that much
 
@@ -382,6 +383,13 @@ def merge(args: argparse.Namespace, profile: Profile) -> None:
     total, skipped = 0, []
     if stage.is_done(args.force):
         return
+    # A merge's own shards are named by their part; a killed merge starts over.
+    unfinished = [p for p in (stage.partial / "train").glob("*.parquet") if "-" not in p.name]
+    if unfinished and not args.force:
+        raise ArtifactError(
+            f"{stage.partial} has shards of an unfinished run without parts; finish that one, or "
+            f"discard it with: {stage.command} --force"
+        )
     with stage.working_directory() as directory:
         for index in range(args.merge):
             part = make_stage(args, profile, (index, args.merge)).directory
@@ -408,8 +416,13 @@ def measure_self_agreement(args: argparse.Namespace, profile: Profile, context: 
     """
     labels = profile.workspace / "labels"
     label_digest = stage_digest(labels, profile.command("generate_teacher"))
-    records = read_labels(labels, "train")[: args.self_agreement]
-    args.logprobs = max(args.logprobs, 2)
+    shards = sorted((labels / "train").glob("*.parquet"))
+    rows = (record for shard in shards for record in read_records(shard))
+    records = list(islice(rows, args.self_agreement))
+    # As the labels were made, whatever the flags say: only the batch's shape shall differ.
+    made = read_stage(labels, profile.command("generate_teacher"), verify=False)["arguments"]
+    args.engine, args.max_output_tokens = made["engine"], made["max_output_tokens"]
+    args.logprobs = max(made["logprobs"], 2)
     engine = make_engine(args, profile, context)
     equal, ties, matched, total = 0, 0, 0, 0
     for record in tqdm(records, desc="relabel", unit="prompt"):
@@ -435,7 +448,11 @@ def measure_self_agreement(args: argparse.Namespace, profile: Profile, context: 
         name="self_agreement",
         directory=profile.workspace / "self_agreement",
         command=own_command(),
-        arguments={"engine": args.engine, "prompts": args.self_agreement},
+        arguments={
+            "engine": args.engine,
+            "max_output_tokens": args.max_output_tokens,
+            "prompts": args.self_agreement,
+        },
         inputs={"labels": label_digest},
     )
     with stage.working_directory() as directory:

@@ -118,15 +118,24 @@ def first_line(error: Exception) -> str:
 
 
 # In any part of a path: some data sets keep their splits in directories.
-HELD_OUT = re.compile(r"(?<![a-z])(test|valid|eval|dev(?![a-z]))")
+HELD_OUT = re.compile(r"(?<![a-z])(test|valid|eval|held|dev(?![a-z])|develop)|test(?=[-_.])")
+# A data set's own files are named by their split.
+TRAIN_FILE = re.compile(r"train(?![a-z])")
 
 
 def check_split(source: dict) -> None:
-    """Refuse a manifest entry that names anything but a train file."""
+    """Refuse a manifest entry that names anything but a train file.
+
+    A path is compared as it is stored: plain ASCII, relative, without detours.
+    """
     name = source["file"]
-    excluded = any(fnmatch.fnmatch(name, pattern) for pattern in source["excluded_splits"])
-    held_out = HELD_OUT.search(name.lower())
-    if source["split"] != "train" or excluded or held_out:
+    folded = name.lower()
+    parts = name.split("/")
+    detour = not name.isascii() or "\\" in name or any(p in ("", ".", "..") for p in parts)
+    patterns = (pattern.lower() for pattern in source["excluded_splits"])
+    excluded = any(fnmatch.fnmatch(folded, pattern) for pattern in patterns)
+    foreign = source.get("repo") is not None and not TRAIN_FILE.match(folded.split("/")[-1])
+    if source["split"] != "train" or detour or excluded or foreign or HELD_OUT.search(folded):
         raise ArtifactError(
             f"data_manifest.json: {source['name']} names {name} of split {source['split']!r}; "
             "only train splits may be read"

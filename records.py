@@ -91,9 +91,11 @@ def is_usable(messages: list[dict]) -> bool:
 
 
 def normalise(messages: list[dict]) -> str:
-    """The text by which prompts count as equal: NFKC, lower case, single spaces, roles kept."""
-    parts = [f"{m['role']}:{m['content']}" for m in messages]
-    return " ".join(unicodedata.normalize("NFKC", "\n".join(parts)).casefold().split())
+    """The text by which prompts count as equal: NFKC, lower case, single spaces, roles kept, and
+    without what is not seen (category Cf)."""
+    text = "\n".join(f"{m['role']}:{m['content']}" for m in messages)
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    return " ".join("".join(c for c in folded if unicodedata.category(c) != "Cf").split())
 
 
 def fingerprint(messages: list[dict]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 
@@ -17,6 +18,7 @@ from dedup import (
     THRESHOLD,
     Exclusions,
     NearDuplicates,
+    exclusion_hashes,
     read_texts,
     signature,
     windows,
@@ -159,3 +161,46 @@ def test_an_exclusion_file_without_text_is_an_error(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ArtifactError, match="guard against nothing"):
         Exclusions([path], ["question"])
+
+
+SENTENCE = "a farmer has seventeen sheep and buys nine more every week for three whole months"
+
+
+@pytest.mark.parametrize(
+    ("stored", "met"),
+    [
+        (SENTENCE, SENTENCE.replace("seventeen", "seven\u200bteen")),
+        (SENTENCE, SENTENCE.replace("whole", "who\u00adle")),
+        (SENTENCE, SENTENCE.replace(" ", "\u200b")),
+        (SENTENCE.replace(" ", "\u200b"), SENTENCE),
+        (SENTENCE.replace("farmer", "far\u00admer"), SENTENCE.upper()),
+    ],
+)
+def test_characters_that_are_not_seen_hide_nothing(tmp_path, stored, met):
+    path = tmp_path / "evaluation.jsonl"
+    path.write_text(json.dumps({"prompt": stored}) + "\n")
+    gate = Gate(lambda m: 1, 100, Exclusions([path], ["prompt"]))
+    with gate.part("x"):
+        rows = list(gate.see([[{"role": "user", "content": f"Well: {met} indeed"}]]))
+        assert not gate.admit(rows[0], "x/0")
+    assert gate.accounts["x"]["dropped"] == {"contaminated_ngram": 1}
+
+
+def test_prompts_that_differ_in_a_symbol_are_different_prompts():
+    texts = ["What is 3 + 4?", "What is 3 - 4?", "What is 3 * 4?", "???", "🙂🙂", "+ - * /", "— —"]
+    gate = Gate(lambda m: 1, 100)
+    with gate.part("x"):
+        for number, text in enumerate(texts):
+            (row,) = gate.see([[{"role": "user", "content": text}]])
+            assert gate.admit(row, f"x/{number}"), text
+
+
+def test_two_exclusion_files_of_one_name_both_count(tmp_path):
+    paths = [tmp_path / name / "e.jsonl" for name in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text(json.dumps({"prompt": f"text of {path.parent.name}"}) + "\n")
+    args = argparse.Namespace(exclude=paths, exclude_columns=["prompt"])
+    before = exclusion_hashes(args)
+    paths[0].write_text(json.dumps({"prompt": "another text"}) + "\n")
+    assert exclusion_hashes(args) != before

@@ -218,10 +218,23 @@ def test_every_pin_that_agrees_is_said_to_agree(setup):
         ("data/train_eval.parquet", True),
         ("dev/train.parquet", True),
         ("data/test_sft-00000.parquet", True),
+        ("data/mytest-0.parquet", True),
+        ("data/traintest-0.parquet", True),
+        ("data/heldout-0.parquet", True),
+        ("data/development-0.parquet", True),
+        ("data/\uff54est-0.parquet", True),
+        ("./socratic/train-0.parquet", True),
+        ("main/../socratic/train-0.parquet", True),
+        ("Socratic/train-0.parquet", True),
+        ("../../x/train.parquet", True),
+        ("/etc/train", True),
+        ("data/other-0.parquet", True),
     ],
 )
 def test_a_held_out_split_is_known_by_any_part_of_its_path(file, refused):
-    source = {"name": "x", "file": file, "split": "train", "excluded_splits": []}
+    excluded = ["main/test-*", "socratic/*"]
+    source = {"name": "x", "repo": "a/b", "file": file, "split": "train"}
+    source |= {"excluded_splits": excluded}
     if not refused:
         return check_split(source)
     with pytest.raises(ArtifactError, match="only train splits"):
