@@ -23,12 +23,18 @@ def model_identity(entry: dict) -> dict:
 
 
 def make_contract(
-    model: Path, architecture: dict, labels: str | None, scheme: dict, checkpoint: str
+    model: Path,
+    architecture: dict,
+    labels: str | None,
+    scheme: dict,
+    checkpoint: str,
+    weights: str,
 ) -> dict:
     """The contract of an export.
 
     model: directory with the tokenizer files; labels: digest of the label set, None for a model
-    that was not distilled; scheme: codec per tensor kind; checkpoint: digest of the source weights.
+    that was not distilled; scheme: codec per tensor kind; checkpoint: digest of the source weights;
+    weights: sha256 of weights.safetensors, since a checkpoint can be packed with other scales.
     """
     fields = {
         "format": CONTRACT_FORMAT,
@@ -41,6 +47,7 @@ def make_contract(
         "labels": labels,
         "quantization": scheme,
         "checkpoint": checkpoint,
+        "weights": weights,
     }
     return {"fingerprint": digest(fields), "fields": fields}
 

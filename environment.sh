@@ -9,12 +9,19 @@ make_environment() {
   if [ "$(cat "$directory/pins" 2>/dev/null)" = "$pins" ]; then
     return
   fi
+  # Never a directory that somebody else made.
+  if [ -e "$directory" ] && [ ! -e "$directory/pins" ] && [ ! -e "$directory/unfinished" ]; then
+    echo "$directory was not made by this script: move it away, or run the stages in it by hand" >&2
+    return 1
+  fi
   echo "== installing $* into $directory"
   rm -rf "$directory"
   python3 -m venv "$directory"
+  touch "$directory/unfinished"
   local file
   for file in "$@"; do
     "$directory/bin/python" -m pip install --quiet --disable-pip-version-check -r "$file"
   done
   echo "$pins" > "$directory/pins"
+  rm "$directory/unfinished"
 }

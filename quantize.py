@@ -227,6 +227,7 @@ def pack_weights(checkpoint: Path, scheme: dict, scales: Scales, path: Path) -> 
         save_file(stored, path, metadata=metadata)
     except Exception as error:  # safetensors wraps what the operating system said
         raise ArtifactError(f"{path} can't be written: {error}") from None
+    path.chmod(0o644)  # safetensors writes it for its owner alone; a server may run as another user
     return entries
 
 
@@ -332,10 +333,10 @@ def write_export(
     args: argparse.Namespace,
     profile: Profile,
     checkpoint: Path,
-    contract: Callable[[dict], dict],
+    contract: Callable[[dict, str], dict],
     directory: Path,
 ) -> dict:
-    """Fill `directory`; returns the figures. contract: makes it for the scheme that is used."""
+    """Fill `directory`; returns the figures. contract: made for scheme and weights' sha256."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     examples = measured_examples(profile, args.agreement_records)
     trained = read_scales(checkpoint) if args.codec == "packed" else None
@@ -364,7 +365,7 @@ def write_export(
     if found.sensitivity is not None:
         quantization["sensitivity"] = found.sensitivity
     write_json(directory / "quantization.json", quantization)
-    made = contract(found.scheme)
+    made = contract(found.scheme, quantization["weights"]["sha256"])
     write_contract(directory, made)
 
     packed = Export(directory).load(torch.float32, device)
@@ -454,8 +455,8 @@ def main(args: argparse.Namespace) -> None:
     if stage.is_done(args.force):
         return
 
-    def contract(scheme: dict) -> dict:
-        return make_contract(checkpoint, profile.architecture, label_set, scheme, source)
+    def contract(scheme: dict, weights: str) -> dict:
+        return make_contract(checkpoint, profile.architecture, label_set, scheme, source, weights)
 
     with stage.working_directory() as directory:
         stage.finish(results=write_export(args, profile, checkpoint, contract, directory))

@@ -10,7 +10,7 @@ from its last saved step and, on a CPU, ends with the same bytes as an undisturb
     python train.py --profile tiny
     python train.py --name kl --objective topk-kl            # labels with --logprobs
     python train.py --name more --also labels-rejections     # generate_teacher.py --from-rejections
-    python train.py --optimizer adamw8bit --checkpointing    # a 24 GB GPU
+    python train.py --optimizer adamw8bit --checkpointing --micro-rows 1    # a 24 GB GPU
     torchrun --nproc-per-node 8 train.py                     # FSDP2 over 8 GPUs
 """
 
@@ -176,7 +176,7 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--micro-rows",
         type=positive,
-        default=1,
+        default=2,
         metavar="N",
         help="rows a forward pass; gradients accumulate (%(default)s)",
     )
