@@ -118,7 +118,8 @@ def first_line(error: Exception) -> str:
 
 
 # In any part of a path: some data sets keep their splits in directories.
-HELD_OUT = re.compile(r"(?<![a-z])(test|valid|eval|held|dev(?![a-z])|develop)|test(?=[-_.])")
+HELD_OUT = re.compile(r"(?<![a-z])(test|valid|eval|held|dev(?![a-z])|develop)")
+HELD_OUT_FILE = re.compile(r"test|valid|eval")  # in a file's own name wherever it stands
 # A data set's own files are named by their split.
 TRAIN_FILE = re.compile(r"train(?![a-z])")
 
@@ -135,7 +136,8 @@ def check_split(source: dict) -> None:
     patterns = (pattern.lower() for pattern in source["excluded_splits"])
     excluded = any(fnmatch.fnmatch(folded, pattern) for pattern in patterns)
     foreign = source.get("repo") is not None and not TRAIN_FILE.match(folded.split("/")[-1])
-    if source["split"] != "train" or detour or excluded or foreign or HELD_OUT.search(folded):
+    held_out = HELD_OUT.search(folded) or HELD_OUT_FILE.search(folded.split("/")[-1])
+    if source["split"] != "train" or detour or excluded or foreign or held_out:
         raise ArtifactError(
             f"data_manifest.json: {source['name']} names {name} of split {source['split']!r}; "
             "only train splits may be read"
