@@ -55,15 +55,20 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that a reader sees the old bytes or the new ones, never a part."""
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a file beside `path`, then put it there: the old one or the new, never a
+    part, whenever a kill comes. What a kill leaves behind, `Stage.finish` removes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(partial, "wb") as file:
-        file.write(data)
-        file.flush()
+    write(partial)
+    with open(partial, "rb") as file:
         os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """`replace_file` with bytes that are at hand."""
+    replace_file(path, lambda partial: partial.write_bytes(data))
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -24,6 +24,7 @@ import xxhash
 from datasketch import MinHash, MinHashLSH
 
 from artifacts import ArtifactError, sha256_file
+from records import fold
 
 PERMUTATIONS = 64
 THRESHOLD = 0.8
@@ -38,12 +39,6 @@ UNSPACED = re.compile(
 SCHEME = "affine32"
 # Drawn once: drawing them takes longer than a signature.
 HASHES = MinHash(PERMUTATIONS, seed=1, scheme=SCHEME).permutations
-
-
-def fold(text: str) -> str:
-    """NFKC, lower case, without what is not seen (category Cf: soft hyphens, zero-width spaces)."""
-    text = unicodedata.normalize("NFKC", text).casefold()
-    return "".join(c for c in text if unicodedata.category(c) != "Cf")
 
 
 def word_list(text: str) -> list[str]:

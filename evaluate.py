@@ -47,8 +47,9 @@ from rounds import matching, measure
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-EXPORTS = {"base": "export-base-bf16", "distilled": "export-distilled-bf16", "quantised": "export"}
-MAKE = {"base": " --run base --codec bf16", "distilled": " --codec bf16", "quantised": ""}
+COMPARED = {"base": "base", "distilled": "distilled", "quantised": "packed"}  # rungs of the ladder
+EXPORTS = {name: RUNGS[rung].export for name, rung in COMPARED.items()}
+MAKE = {name: RUNGS[rung].made_by for name, rung in COMPARED.items()}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -240,7 +241,7 @@ def measure_ladder(args: argparse.Namespace, profile: Profile) -> None:
     labels_digest = stage_digest(profile.workspace / "labels", profile.command("generate_teacher"))
     labels = load_labels(profile, args.split, args.records)
     directories, digests = {}, {}
-    for rung in RUNGS:
+    for rung in RUNGS.values():
         directory = profile.workspace / rung.export
         record = read_stage(directory, profile.command("quantize") + rung.made_by)
         directories[rung.name], digests[rung.name] = directory, digest(record["outputs"])

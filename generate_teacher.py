@@ -47,10 +47,12 @@ from artifacts import (
     plain_name,
     positive,
     read_stage,
+    replace_file,
     run_command,
     stage_digest,
     write_json,
 )
+from checkpoints import run_checkpoint
 from label_prompts import SPLITS, Prompts, RejectionPrompts
 from labelling import Engine, Label, TransformersEngine, VllmEngine
 from model import load_checkpoint
@@ -198,12 +200,7 @@ def to_record(prompt: dict, ids: list[int], label: Label) -> dict:
 
 def write_shard(path: Path, records: list[dict], top_k: int) -> None:
     """A shard appears whole or not at all."""
-    path.parent.mkdir(exist_ok=True)
-    partial = path.with_suffix(".tmp")
-    write_records(partial, records, label_schema(top_k))
-    with open(partial, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    replace_file(path, lambda partial: write_records(partial, records, label_schema(top_k)))
 
 
 def label_all(
@@ -322,9 +319,8 @@ def prompt_inputs(args: argparse.Namespace, profile: Profile) -> dict[str, str]:
     if run is None:
         made_by = profile.command("prepare_extended")
         return {"data/extended": stage_digest(workspace / "data" / "extended", made_by)}
-    record = read_stage(workspace / "runs" / run, f"{profile.command('train')} --name {run}")
     labels = stage_digest(workspace / "labels", profile.command("generate_teacher"))
-    return {"labels": labels, f"runs/{run}": digest(record["outputs"])}
+    return {"labels": labels, f"runs/{run}": run_checkpoint(profile, run).digest}
 
 
 def make_prompts(
@@ -415,12 +411,12 @@ def measure_self_agreement(args: argparse.Namespace, profile: Profile, context: 
     teacher then says something else, and no draft can foresee which.
     """
     labels = profile.workspace / "labels"
-    label_digest = stage_digest(labels, profile.command("generate_teacher"))
+    stage_record = read_stage(labels, profile.command("generate_teacher"))
     shards = sorted((labels / "train").glob("*.parquet"))
     rows = (record for shard in shards for record in read_records(shard))
     records = list(islice(rows, args.self_agreement))
     # As the labels were made, whatever the flags say: only the batch's shape shall differ.
-    made = read_stage(labels, profile.command("generate_teacher"), verify=False)["arguments"]
+    made = stage_record["arguments"]
     args.engine, args.max_output_tokens = made["engine"], made["max_output_tokens"]
     args.logprobs = max(made["logprobs"], 2)
     engine = make_engine(args, profile, context)
@@ -453,7 +449,7 @@ def measure_self_agreement(args: argparse.Namespace, profile: Profile, context: 
             "max_output_tokens": args.max_output_tokens,
             "prompts": args.self_agreement,
         },
-        inputs={"labels": label_digest},
+        inputs={"labels": digest(stage_record["outputs"])},
     )
     with stage.working_directory() as directory:
         write_json(directory / "results.json", results)

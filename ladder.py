@@ -28,20 +28,21 @@ class Rung(NamedTuple):
     flags: tuple[str, ...] = ("--engine", "torch")
 
 
-RUNGS = (
+_RUNGS = (
     Rung("base", "base, bf16", "export-base-bf16", " --run base --codec bf16"),
     Rung("distilled", "distilled, bf16", "export-distilled-bf16", " --codec bf16"),
     Rung("body", "  NF4 body", "export-distilled-body", " --codec body"),
     Rung("packed", "  + INT6 embedding", "export", ""),
     Rung("served", "  as served", "export", "", ()),
 )
+RUNGS = {rung.name: rung for rung in _RUNGS}  # from the bottom up
 
 
 def climb(directories: dict[str, Path], labels: list[dict], max_loss: float) -> dict:
     """Measure every rung; returns its figures, and whether the served one keeps enough of the
     distilled one's accepted length."""
     figures, counts = {}, {}
-    for rung in RUNGS:
+    for rung in RUNGS.values():
         directory = directories[rung.name]
         contract = read_contract(directory)["fingerprint"]
         with serve(directory, *rung.flags) as client:
@@ -75,7 +76,7 @@ def climb(directories: dict[str, Path], labels: list[dict], max_loss: float) -> 
 def print_ladder(results: dict, split: str) -> None:
     print(f"\nThe acceptance ladder ({split}, {results['prompts']} prompts; 95% intervals)")
     print(f"{'':22}{'accepted a round':>24}{'of distilled bf16':>28}   at position 1, 2, 4, 8, 16")
-    for rung in RUNGS:
+    for rung in RUNGS.values():
         found = results["rungs"][rung.name]
         a, r = found["accepted"], found["of_distilled"]
         length = f"{a['value']:.2f} [{a['low']:.2f}, {a['high']:.2f}]"

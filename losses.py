@@ -90,15 +90,17 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def label_probabilities(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """(n,) float32: the draft's probability of the teacher's token."""
-    dtype = compute_dtype(hidden)
-    w = weight.to(dtype)
-    found = []
+def position_losses(
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int = CHUNK
+) -> tuple[Tensor, Tensor]:
+    """(n,) cross-entropy with the teacher's token, and (n,) bool whether the argmax is it."""
+    weight = weight.to(compute_dtype(hidden))
+    losses, hits = [], []
     for part, target in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        logits = (part.to(dtype) @ w.t()).float()
-        found.append(logits.gather(-1, target[:, None])[:, 0] - logits.logsumexp(-1))
-    return torch.cat(found).exp() if found else hidden.new_zeros(0)
+        logits = (part.to(weight.dtype) @ weight.t()).float()
+        losses.append(cross_entropy(logits, Labels(target)))
+        hits.append(logits.argmax(-1) == target)
+    return torch.cat(losses), torch.cat(hits)
 
 
 def labelled_hidden(model: Qwen3, batch: Batch, head: Tensor | None = None) -> Tensor:
@@ -126,26 +128,11 @@ def sequence_loss(
     if survival is not None:
         rows = torch.arange(len(batch.segments), device=hidden.device)[:, None]
         sequence = (batch.segments + rows * batch.segments.shape[1]).flatten()[batch.where]
-        kept = label_probabilities(hidden, weight, labels.targets, chunk)
-        importance = survival_weights(kept, sequence, survival)
+        surprise, _ = position_losses(hidden, weight, labels.targets, chunk)
+        importance = survival_weights((-surprise).exp(), sequence, survival)
         importance = importance / importance.mean().clamp(min=1e-6)
     total, correct = ChunkedLoss.apply(hidden, weight, labels, importance, objective, chunk)
     return Loss(total, correct, len(labels.targets))
-
-
-@torch.no_grad()
-def position_losses(model: Qwen3, batch: Batch, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
-    """(n,) cross-entropy with the teacher's token and (n,) bool whether the argmax is it, at the
-    label positions, rows in order."""
-    weight = model.head_weight()
-    hidden, targets = labelled_hidden(model, batch, weight), batch.targets
-    weight = weight.to(compute_dtype(hidden))
-    losses, hits = [], []
-    for part, target in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        logits = (part.to(weight.dtype) @ weight.t()).float()
-        losses.append(cross_entropy(logits, Labels(target)))
-        hits.append(logits.argmax(-1) == target)
-    return torch.cat(losses), torch.cat(hits)
 
 
 class Distiller(nn.Module):
@@ -161,6 +148,8 @@ class Distiller(nn.Module):
         """(sum of the objective, correct argmaxes) over the batch's label positions; detail: what
         `position_losses` gives for each of them."""
         if detail:
-            return position_losses(self.model, batch)
+            weight = self.model.head_weight()
+            hidden = labelled_hidden(self.model, batch, weight)
+            return position_losses(hidden, weight, batch.targets)
         loss = sequence_loss(self.model, batch, self.objective, self.survival)
         return loss.total, loss.correct

@@ -61,6 +61,8 @@ def defines(config: Config) -> dict[str, object]:
         "INTERMEDIATE": config.intermediate_size,
         "VOCABULARY": config.vocab_size,
         "BLOCKS": BLOCKS,
+        "EXCHANGE_WORDS": EXCHANGE_WORDS,
+        "SHARED_BYTES": SHARED_BYTES,
         "EPSILON": f"{config.rms_norm_eps!r}f",
     }
 

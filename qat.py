@@ -66,12 +66,12 @@ def attach(model: Qwen3, scheme: dict, method: str) -> dict[str, Tensor]:
     for name, module, codec, size in quantised_modules(model, scheme):
         weight = whole(module.weight.detach()).bfloat16()
         scales[name] = choose_scales(weight, codec, size, method)
-        module.transform = straight_through(codec, scales[name])
+    attach_scales(model, scheme, scales)
     return scales
 
 
 def attach_scales(model: Qwen3, scheme: dict, scales: dict[str, Tensor]) -> None:
-    """`attach` with scales from before, after an interruption."""
+    """`attach` with scales that are there: after an interruption, or beside a checkpoint."""
     for name, module, codec, _ in quantised_modules(model, scheme):
         kept = scales[name].to(module.weight.device)
         module.transform = straight_through(codec, kept)

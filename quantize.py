@@ -47,6 +47,7 @@ from artifacts import (
     write_json,
 )
 from calibration import Reference, input_moments, sensitivity
+from checkpoints import run_checkpoint
 from contract import make_contract, write_contract
 from formats import EXPORT_FORMAT, Export, codec_of, pack_tensor, tensor_kind
 from model import Qwen3, greedy, load_checkpoint, read_checkpoint
@@ -150,17 +151,6 @@ def export_name(args: argparse.Namespace) -> str:
         return args.out
     main_one = (args.run, args.codec) == ("distilled", "packed")
     return "export" if main_one else f"export-{args.run}-{args.codec}"
-
-
-def checkpoint_source(profile: Profile, run: str) -> tuple[Path, str, str | None]:
-    """(checkpoint directory, digest of the stage that made it, digest of its labels or None)."""
-    if run == "base":
-        directory = profile.workspace / "models" / "base"
-        return directory, stage_digest(directory, profile.command("download_models")), None
-    directory = profile.workspace / "runs" / run
-    command = profile.command("train") + ("" if run == "distilled" else f" --name {run}")
-    record = read_stage(directory, command)
-    return directory / "checkpoint", digest(record["outputs"]), record["inputs"]["labels"]
 
 
 def make_scheme(profile: Profile, codec: str) -> dict:
@@ -438,7 +428,7 @@ def main(args: argparse.Namespace) -> None:
     profile = load_profile(args.profile)
     if args.release or args.release_anyway is not None:
         return release(args, profile)
-    checkpoint, source, label_set = checkpoint_source(profile, args.run)
+    checkpoint, source, label_set = run_checkpoint(profile, args.run)
     labels = stage_digest(profile.workspace / "labels", profile.command("generate_teacher"))
     neutral = ("profile", "force", "out", "release", "release_anyway")
     stage = Stage(

@@ -90,12 +90,15 @@ def is_usable(messages: list[dict]) -> bool:
     return bool(messages) and known and messages[-1]["role"] == "user"
 
 
+def fold(text: str) -> str:
+    """NFKC, lower case, without what is not seen (category Cf: soft hyphens, zero-width spaces)."""
+    text = unicodedata.normalize("NFKC", text).casefold()
+    return "".join(c for c in text if unicodedata.category(c) != "Cf")
+
+
 def normalise(messages: list[dict]) -> str:
-    """The text by which prompts count as equal: NFKC, lower case, single spaces, roles kept, and
-    without what is not seen (category Cf)."""
-    text = "\n".join(f"{m['role']}:{m['content']}" for m in messages)
-    folded = unicodedata.normalize("NFKC", text).casefold()
-    return " ".join("".join(c for c in folded if unicodedata.category(c) != "Cf").split())
+    """The text by which prompts count as equal: folded, single spaces, roles kept."""
+    return " ".join(fold("\n".join(f"{m['role']}:{m['content']}" for m in messages)).split())
 
 
 def fingerprint(messages: list[dict]) -> bytes:

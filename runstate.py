@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from artifacts import ArtifactError
+from artifacts import ArtifactError, replace_file
 from losses import Distiller
 from parallel import World, gather_states, restore_states, whole_parameters
 
@@ -86,12 +85,3 @@ class State:
                 f"{self.path} is damaged ({type(error).__name__}): remove it, and the same command "
                 "starts over"
             ) from None
-
-
-def replace_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file so that a kill leaves the old one or the new one."""
-    partial = path.with_name(path.name + ".tmp")
-    write(partial)
-    with open(partial, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(partial, path)

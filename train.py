@@ -35,17 +35,16 @@ from artifacts import (
     Profile,
     Stage,
     account,
-    digest,
     load_profile,
     number_between,
     own_command,
     parse_profile_args,
     plain_name,
     positive,
-    read_stage,
     run_command,
     stage_digest,
 )
+from checkpoints import run_checkpoint
 from losses import Distiller
 from model import load_checkpoint
 from objectives import mix, needs_top_k, parse_objective
@@ -372,16 +371,6 @@ def stage_arguments(args: argparse.Namespace, world: World) -> dict:
     return flags | {"device": world.kind, "processes": world.size}
 
 
-def initial_model(args: argparse.Namespace, profile: Profile) -> tuple[Path, str]:
-    """(checkpoint directory, digest of the stage that made it)."""
-    if args.init == "base":
-        directory = profile.workspace / "models" / "base"
-        return directory, stage_digest(directory, profile.command("download_models"))
-    directory = profile.workspace / "runs" / args.init
-    record = read_stage(directory, profile.command("train") + f" --name {args.init}")
-    return directory / "checkpoint", digest(record["outputs"])
-
-
 def make_stage(args: argparse.Namespace, profile: Profile, world: World, source: str) -> Stage:
     labels = profile.command("generate_teacher")
     inputs = {
@@ -425,7 +414,7 @@ def make_state(
 def run_in(args: argparse.Namespace, world: World) -> None:
     profile = load_profile(args.profile)
     check_machine(args, world)
-    checkpoint, source = initial_model(args, profile)
+    checkpoint, source, _ = run_checkpoint(profile, args.init)
     stage = make_stage(args, profile, world, source)
     if world.from_first(stage.is_done(args.force) if world.first else None):
         return

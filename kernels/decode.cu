@@ -11,7 +11,7 @@
 // of B, and what fp16 rounds off it, times 2^11, is column 1; so products keep 22 bits of it.
 //
 // Dimensions come as macros: HIDDEN, LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCABULARY,
-// BLOCKS, EPSILON. The layout of the weights is kernels/layout.py's.
+// BLOCKS, EPSILON, EXCHANGE_WORDS, SHARED_BYTES. The layout of the weights is kernels/layout.py's.
 
 // Without headers, so that NVRTC needs nothing but this file.
 typedef unsigned short u16;  // bits of a bf16 or fp16
@@ -66,7 +66,7 @@ constexpr int X_QKV = 0, X_PART = X_QKV + KV_HEADS * 4 * HEAD_DIM;
 constexpr int X_ATTENTION = X_PART + BLOCKS * GROUP_HEADS * PARTIAL;
 constexpr int X_RESIDUAL = X_ATTENTION + Q_HEADS * HEAD_DIM;
 constexpr int X_ACT = X_RESIDUAL + HIDDEN, X_BEST = X_ACT + INTERMEDIATE;
-constexpr int EXCHANGE_WORDS = X_BEST + 3 * BLOCKS;
+static_assert(X_BEST + 3 * BLOCKS <= EXCHANGE_WORDS, "the exchange is too small");
 
 struct Shared {
   alignas(128) unsigned char ring[RING_BYTES];
@@ -83,6 +83,7 @@ struct Shared {
   alignas(8) u64 full[BODY_SLOTS], empty[BODY_SLOTS];
   int late;                        // a wait took too long: everybody hurries to the end
 };
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the shared memory is too small");
 
 // ------------------------------------------------------------------------------- small things
 

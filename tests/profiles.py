@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 
 from artifacts import ROOT
-from profile_files import source_entry, write_architecture, write_manifest
+from profile_files import write_architecture
 
 TOKENIZER = ROOT / "tiny" / "base"
-__all__ = ["source_entry", "write_architecture", "write_manifest"]
 
 
 def random_qwen3(directory: Path, vocab_size: int, seed: int, **sizes: int) -> dict:

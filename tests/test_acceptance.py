@@ -117,7 +117,7 @@ def test_the_verdict_compares_what_is_served_with_the_bf16_draft(monkeypatch, ke
     monkeypatch.setattr(ladder, "measure", measure)
     monkeypatch.setattr(ladder, "serve", Serving)
     monkeypatch.setattr(ladder, "read_contract", lambda directory: {"fingerprint": "c"})
-    found = ladder.climb({r.name: None for r in RUNGS}, [{}] * 200, 0.02)
+    found = ladder.climb(dict.fromkeys(RUNGS), [{}] * 200, 0.02)
     assert found["releasable"] is releasable
     assert found["rungs"]["served"]["of_distilled"]["value"] == pytest.approx(kept)
     ladder.print_ladder(found, "holdout")

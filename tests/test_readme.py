@@ -12,10 +12,11 @@ import sys
 
 import pytest
 from hub_server import Repo, serve_hub
-from profiles import add_tokenizer, random_qwen3, source_entry
+from profiles import add_tokenizer, random_qwen3
 from test_real_input import DATA, EOS, lines, tokenizer  # noqa: F401 (a fixture)
 
 from artifacts import ROOT
+from profile_files import source_entry
 from records import read_labels
 
 VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"

@@ -9,10 +9,11 @@ import subprocess
 import tarfile
 
 import pytest
-from profiles import make_random_profile, source_entry, succeed, write_manifest
+from profiles import make_random_profile, succeed
 
 from artifacts import ROOT, sha256_file
 from client import serve
+from profile_files import source_entry, write_manifest
 from prompts import load_tokenizer, prompt_token_ids
 from records import read_labels, read_records
 

@@ -12,14 +12,13 @@ from profiles import (
     kill_when,
     make_random_profile,
     run_stage,
-    source_entry,
     start_stage,
     succeed,
-    write_manifest,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from artifacts import ROOT, digest, read_stage
+from profile_files import source_entry, write_manifest
 from records import read_labels, read_records, split_of
 
 EOS = json.loads((ROOT / "tiny" / "architecture.json").read_text())["eos_token_ids"]
