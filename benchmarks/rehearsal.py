@@ -300,16 +300,18 @@ class Chain:
         return seconds
 
 
-def first_variants(epochs: str) -> dict[str, list[str]]:
+def first_variants(epochs: int) -> dict[str, list[str]]:
     """train.py's flags of the runs that start from the base, without the packed formats."""
-    common = ["--epochs", epochs, "--qat", "0"]
+    common = ["--epochs", str(epochs), "--qat", "0"]
+    longer = ["--epochs", str(2 * epochs), "--qat", "0"]
     return {
         "ce": ["--objective", "ce", *common],
         "topk-kl": ["--objective", "topk-kl", *common],
         "topk-tv": ["--objective", "topk-tv", *common],
         "mix": ["--objective", "ce=0.3,topk-kl=0.4,topk-tv=0.3", *common],
         "sharp-kl": ["--objective", "topk-kl", "--teacher-temperature", "0.5", *common],
-        "survival": ["--objective", "ce", "--survival", *common],
+        "ce-longer": ["--objective", "ce", *longer],
+        "topk-kl-longer": ["--objective", "topk-kl", *longer],
     }
 
 
@@ -329,11 +331,12 @@ def ablation(args: argparse.Namespace) -> dict:
     if args.small:
         label += ["--limit", "60", "--max-output-tokens", "24"]
     chain.run("generate_teacher", *label)
-    variants = first_variants(str(args.epochs))
+    variants = first_variants(args.epochs)
     names = list(variants)
     commands = [("train", "--name", name, *variants[name], *shared) for name in names]
     cost = dict(zip(names, chain.run_all(commands, args.at_once), strict=True))
     figures = measure(chain, ["base", *names], args.at_once)
+    keep(args, report(chain, variants, figures, cost))
     best = max(names, key=lambda name: figures[name]["bf16"].mean())
     print(f"best so far: {best}", flush=True)
 
@@ -341,6 +344,7 @@ def ablation(args: argparse.Namespace) -> dict:
     more = variants[best][: -len(["--qat", "0"])]
     also = ["--also", "labels-rejections"]
     later = {
+        "survival": [*more, "--qat", "0", "--survival"],
         "ce-then-tv": ["--init", "ce", "--objective", "topk-tv", "--epochs", "1", "--qat", "0"],
         "on-policy": [*more, "--qat", "0", *also],
         "on-policy+qat": [*more, "--qat", "0.3", *also],
@@ -430,6 +434,12 @@ def report(
     }
 
 
+def keep(args: argparse.Namespace, result: dict) -> None:
+    """Write the figures so far: a later step that fails does not take them along."""
+    if args.result:
+        write_json(args.result, result)
+
+
 def main(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.step == "pair":
@@ -437,8 +447,7 @@ def main(args: argparse.Namespace) -> None:
             raise SystemExit("pair needs --tokenizer and --gsm8k")
         return make_pair(args)
     result = ablation(args)
-    if args.result:
-        write_json(args.result, result)
+    keep(args, result)
     print(json.dumps({row["run"] + "/" + row["kind"]: row["accepted"] for row in result["rows"]}))
 
 

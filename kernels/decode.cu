@@ -82,10 +82,27 @@ struct Shared {
   float best_sum[WARPS];
   alignas(8) u64 full[BODY_SLOTS], empty[BODY_SLOTS];
   int late;                        // a wait took too long: everybody hurries to the end
+#ifdef CLOCKS
+  long long clock, clocks[CLOCKS];  // where thread 0's time went
+#endif
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the shared memory is too small");
 
 // ------------------------------------------------------------------------------- small things
+
+// Built with -DCLOCKS=16, thread 0 of each block adds up its clocks by what it did last.
+#ifdef CLOCKS
+extern "C" __device__ long long clocks_of[BLOCKS][CLOCKS];
+__device__ __forceinline__ void mark(Shared &s, int what) {
+  if (threadIdx.x == 0) {
+    long long now = clock64();
+    s.clocks[what] += now - s.clock;
+    s.clock = now;
+  }
+}
+#else
+__device__ __forceinline__ void mark(Shared &, int) {}
+#endif
 
 #define NOTHING __int_as_float(0xff800000)  // -infinity
 
@@ -577,7 +594,9 @@ __device__ void combine_block(Shared &s, Running (&r)[GROUP_HEADS], const Place 
 __device__ void attention(const Arguments &a, Shared &s, int layer, int position, u32 epoch, const Place &p) {
   Running r[GROUP_HEADS];
   attend_own(a, s, layer, position, r, p);
+  mark(s, 3);
   combine_block(s, r, p);
+  mark(s, 4);
   u64 *parts = a.exchange + X_PART + p.head * SPLITS * GROUP_HEADS * PARTIAL;
   for (int i = p.thread; i < GROUP_HEADS * PARTIAL; i += CONSUMERS) {
     int h = i / PARTIAL, column = i % PARTIAL;
@@ -618,18 +637,23 @@ __device__ void attention(const Arguments &a, Shared &s, int layer, int position
 __device__ void layer_attention(const Arguments &a, Shared &s, Ring &ring, int layer, long long position,
                                 u32 epoch, float (&x)[4], u32 table, const Place &p) {
   normalise(a, s, x, a.norms + 2 * layer * HIDDEN, 0, p);
+  mark(s, 0);
   multiply_rows<QKV_CHUNKS>(a, s, ring, table, p);
+  mark(s, 1);
   float value = row_sum(s, 0, p);
   if (p.thread % 16 == 0)
     publish(a.exchange + X_QKV + p.head * 4 * HEAD_DIM + p.split * QKV_ROWS + p.thread / 16, value, epoch);
   collect_heads(a, s, layer, position, epoch, p);
+  mark(s, 2);
   attention(a, s, layer, static_cast<int>(position), epoch, p);
   float mixed[4];
   await_all<4>(a.exchange + X_ATTENTION + 4 * p.thread, 1, epoch, mixed, s, a.error);
+  mark(s, 5);
   uint4 words = {split(mixed[0]), split(mixed[1]), split(mixed[2]), split(mixed[3])};
   *reinterpret_cast<uint4 *>(activation_word(s, 4 * p.thread)) = words;
   consumers_meet();
   multiply_rows<O_CHUNKS>(a, s, ring, table, p);
+  mark(s, 6);
   add_to_residual(a, s, row_sum(s, 0, p), epoch, p);
 }
 
@@ -652,12 +676,16 @@ __device__ void layer_mlp(const Arguments &a, Shared &s, Ring &ring, int layer, 
                           const Place &p) {
   float x[4];
   gather_residual(a, s, x, epoch, p);
+  mark(s, 7);
   normalise(a, s, x, a.norms + (2 * layer + 1) * HIDDEN, 1, p);
+  mark(s, 8);
   multiply_rows<GU_CHUNKS>(a, s, ring, table, p);
+  mark(s, 9);
   publish_acts(a, s, epoch, p);
   constexpr int EACH = INTERMEDIATE / CONSUMERS;
   float acts[EACH];
   await_all<EACH>(a.exchange + X_ACT + p.thread, CONSUMERS, epoch, acts, s, a.error);
+  mark(s, 10);
 #pragma unroll
   for (int i = 0; i < EACH; i++) *activation_word(s, p.thread + i * CONSUMERS) = split(acts[i] * SHRINK);
   consumers_meet();
@@ -673,6 +701,7 @@ __device__ void layer_mlp(const Arguments &a, Shared &s, Ring &ring, int layer, 
   store_sums(s, 0, sum, p);
   consumers_meet();
   add_to_residual(a, s, row_sum(s, 0, p) / SHRINK, epoch + 1, p);
+  mark(s, 11);
 }
 
 // ---------------------------------------------------------------------------------------- head
@@ -814,17 +843,24 @@ __device__ void consume(const Arguments &a, Shared &s) {
       layer_attention(a, s, ring, layer, position, epoch, x, table, p);
       layer_mlp(a, s, ring, layer, epoch, table, p);
       gather_residual(a, s, x, epoch + 1, p);
+      mark(s, 12);
     }
     change_kind(s);
+    mark(s, 13);
     if (!chooses(a, step)) continue;
     normalise(a, s, x, a.norms + 2 * LAYERS * HIDDEN, 0, p);
     Best best;
     all_logits(a, s, best, p);
+    mark(s, 14);
     token = choose(a, s, best, epoch, step + 1 - a.given_count, p);
+    mark(s, 15);
     epoch += 2;
     change_kind(s);
   }
   if (p.block == 0 && p.thread == 0) *a.steps = all_steps(a);
+#ifdef CLOCKS
+  for (int i = 0; p.thread == 0 && i < CLOCKS; i++) clocks_of[p.block][i] = s.clocks[i];
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_constant__ Arguments a) {
@@ -837,6 +873,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
   }
   if (threadIdx.x == 0) {
     s.late = 0;
+#ifdef CLOCKS
+    for (int i = 0; i < CLOCKS; i++) s.clocks[i] = 0;
+    s.clock = clock64();
+#endif
     for (int i = 0; i < BODY_SLOTS; i++) {
       barrier_init(&s.full[i], 1);
       barrier_init(&s.empty[i], WARPS);
