@@ -78,6 +78,7 @@ def open_pair(directory: Path) -> tuple[Drafter, Drafter]:
     return Drafter(directory, "cuda", engine="persistent"), eager
 
 
+@torch.inference_mode()
 def poison(drafter: Drafter) -> None:
     engine = drafter.engine
     engine._tokens.fill_(-7)
