@@ -31,7 +31,7 @@ BLOCKS = 128
 THREADS = 16 * 32 + 32
 FEW = 4  # so many new positions cost less as decode steps than as a prefill
 # Rings, table, partial sums, barriers: struct Shared of decode.cu, rounded up.
-SHARED_BYTES = 230_400
+SHARED_BYTES = 231_936
 EXCHANGE_WORDS = 1 << 17
 
 

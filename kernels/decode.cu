@@ -61,11 +61,12 @@ struct Arguments {
   int given_count, count;
 };
 
-// Words of the exchange, by what they carry.
-constexpr int X_QKV = 0, X_PART = X_QKV + KV_HEADS * 4 * HEAD_DIM;
-constexpr int X_ATTENTION = X_PART + BLOCKS * GROUP_HEADS * PARTIAL;
-constexpr int X_RESIDUAL = X_ATTENTION + Q_HEADS * HEAD_DIM;
-constexpr int X_ACT = X_RESIDUAL + HIDDEN, X_BEST = X_ACT + INTERMEDIATE;
+// Words of the exchange, by what they carry; a word is a pair of values, but for the last.
+constexpr int PART_WORDS = 10;                 // 16 columns, maximum and sum; one is unused
+constexpr int X_QKV = 0, X_PART = X_QKV + KV_HEADS * 2 * HEAD_DIM;
+constexpr int X_ATTENTION = X_PART + BLOCKS * SPLITS * PART_WORDS;
+constexpr int X_RESIDUAL = X_ATTENTION + Q_HEADS * HEAD_DIM / 2;
+constexpr int X_ACT = X_RESIDUAL + HIDDEN / 2, X_BEST = X_ACT + INTERMEDIATE / 2;
 static_assert(X_BEST + 3 * BLOCKS <= EXCHANGE_WORDS, "the exchange is too small");
 
 struct Shared {
@@ -73,14 +74,15 @@ struct Shared {
   // Entry e at 256·e, a copy for each lane in its first half; the second halves hold the activation:
   // word i (column 0 | column 1 << 16) is at 256·(i / 32) + 128 + 4·(i % 32).
   alignas(256) unsigned char table[256 * 256];
-  float partial[WARPS][GROUP_HEADS][PARTIAL];
-  float sums[6 * CHUNK_ROWS][WARPS];
-  float group[4][HEAD_DIM];        // q, q, k, v of this block's key head
+  alignas(8) float partial[WARPS][GROUP_HEADS][PARTIAL];
+  float sums[6 * CHUNK_ROWS][WARPS + 1];  // one more, against bank conflicts
+  alignas(16) float group[4][HEAD_DIM];  // q, q, k, v of this block's key head
   float residual[OWN_ROWS];        // this block's rows of it
   float warp_sums[2][WARPS];
   u64 best[WARPS];
   float best_sum[WARPS];
-  alignas(8) u64 full[BODY_SLOTS], empty[BODY_SLOTS];
+  alignas(8) u64 body_full[BODY_SLOTS], body_empty[BODY_SLOTS];
+  u64 head_full[HEAD_SLOTS], head_empty[HEAD_SLOTS];
   int late;                        // a wait took too long: everybody hurries to the end
 #ifdef CLOCKS
   long long clock, clocks[CLOCKS];  // where thread 0's time went
@@ -90,9 +92,11 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "the shared memory is too small");
 
 // ------------------------------------------------------------------------------- small things
 
-// Built with -DCLOCKS=16, thread 0 of each block adds up its clocks by what it did last.
+// Built with -DCLOCKS=18, thread 0 of each block adds up its clocks by what it did last.
 #ifdef CLOCKS
-extern "C" __device__ long long clocks_of[BLOCKS][CLOCKS];
+extern "C" {
+__device__ long long clocks_of[BLOCKS][CLOCKS];
+}
 __device__ __forceinline__ void mark(Shared &s, int what) {
   if (threadIdx.x == 0) {
     long long now = clock64();
@@ -187,19 +191,82 @@ __device__ float await(const u64 *word, u32 epoch, Shared &s, int *error) {
   }
 }
 
+// A pair of values in one word: 16 bits of the epoch, and 24 of each float. What is cut off is below
+// 2^-15 of a value. A tag may come again after 65,536 epochs: each word is written every other one.
+__device__ __forceinline__ float shortened(float x) {
+  return __uint_as_float(__float_as_uint(x) & 0xffffff00u);
+}
+
+__device__ __forceinline__ void publish_pair(u64 *word, float a, float b, u32 epoch) {
+  u64 both = static_cast<u64>(epoch & 0xffffu) << 48 |
+             static_cast<u64>(__float_as_uint(a) >> 8) << 24 | __float_as_uint(b) >> 8;
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(both) : "memory");
+}
+
+__device__ __forceinline__ bool fresh(u64 word, u32 epoch) {
+  return static_cast<u32>(word >> 48) == (epoch & 0xffffu);
+}
+
+__device__ __forceinline__ void open_pair(u64 word, float &a, float &b) {
+  a = __uint_as_float(static_cast<u32>(word >> 16) & 0xffffff00u);
+  b = __uint_as_float(static_cast<u32>(word) << 8);
+}
+
+// `words` to `words[1]`, both fresh.
+__device__ void await_two(const u64 *words, u64 (&found)[2], u32 epoch, Shared &s, int *error) {
+  long long began = 0;
+  while (!fresh(found[0], epoch) || !fresh(found[1], epoch)) {
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(found[0]), "=l"(found[1])
+                 : "l"(words)
+                 : "memory");
+    if (*reinterpret_cast<volatile int *>(&s.late)) return;
+    if (began == 0) began = clock64();
+    if (clock64() - began > PATIENCE) {
+      s.late = 1;
+      *error = 1;
+    }
+  }
+}
+
+// Four values from each of N times two words, `stride` words apart.
 template <int N>
-__device__ void await_all(const u64 *words, int stride, u32 epoch, float (&values)[N], Shared &s,
-                          int *error) {
+__device__ void await_pairs(const u64 *words, int stride, u32 epoch, float (&values)[4 * N], Shared &s,
+                            int *error) {
   // All loads before the first look: a late word costs one more trip, not one a word.
-  u64 both[N];
+  u64 found[N][2];
 #pragma unroll
   for (int i = 0; i < N; i++)
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(both[i]) : "l"(words + i * stride) : "memory");
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(found[i][0]), "=l"(found[i][1])
+                 : "l"(words + i * stride)
+                 : "memory");
 #pragma unroll
-  for (int i = 0; i < N; i++)
-    values[i] = static_cast<u32>(both[i] >> 32) == epoch
-                    ? __uint_as_float(static_cast<u32>(both[i]))
-                    : await(words + i * stride, epoch, s, error);
+  for (int i = 0; i < N; i++) {
+    await_two(words + i * stride, found[i], epoch, s, error);
+    open_pair(found[i][0], values[4 * i], values[4 * i + 1]);
+    open_pair(found[i][1], values[4 * i + 2], values[4 * i + 3]);
+  }
+}
+
+// Two pairs that lie anywhere.
+__device__ void await_pairs_at(const u64 *first, const u64 *second, float (&values)[4], u32 epoch, Shared &s,
+                               int *error) {
+  long long began = 0;
+  while (true) {
+    u64 found[2];
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(found[0]) : "l"(first) : "memory");
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(found[1]) : "l"(second) : "memory");
+    open_pair(found[0], values[0], values[1]);
+    open_pair(found[1], values[2], values[3]);
+    if (fresh(found[0], epoch) && fresh(found[1], epoch)) return;
+    if (*reinterpret_cast<volatile int *>(&s.late)) return;
+    if (began == 0) began = clock64();
+    if (clock64() - began > PATIENCE) {
+      s.late = 1;
+      *error = 1;
+    }
+  }
 }
 
 __device__ __forceinline__ float warp_sum(float x) {
@@ -241,8 +308,7 @@ __device__ void load_fragment(Fragment &b, Shared &s, int slice, int warp, int l
 }
 
 __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
       "{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -257,28 +323,38 @@ __device__ __forceinline__ void add_group(float (&sum)[2], const float (&c)[4],
   sum[1] += from_bf16(s[row + 8]) * (c[2] + c[3] * LOW);
 }
 
-__device__ void nf4_chunk(float (&sum)[2], const unsigned char *chunk, const Fragment &b, u32 table,
-                          int warp, int lane) {
+struct Codes {  // a lane's of one NF4 chunk: two groups of four tiles
+  uint4 group[2];
+};
+
+__device__ __forceinline__ void load_codes(Codes &codes, const unsigned char *chunk, int warp, int lane) {
+#pragma unroll
+  for (int g = 0; g < 2; g++)
+    codes.group[g] = *reinterpret_cast<const uint4 *>(chunk + warp * 1024 + g * 512 + lane * 16);
+}
+
+__device__ __forceinline__ void nf4_chunk(float (&sum)[2], const Codes &codes, const unsigned char *chunk,
+                                          const Fragment &b, u32 table, int warp, int lane) {
   const unsigned char *scales = chunk + CHUNK_ROWS * CHUNK_COLUMNS / 2;
   u32 offset = lane * 4;
+  float c[2][4] = {};
 #pragma unroll
-  for (int g = 0; g < 2; g++) {
-    uint4 codes = *reinterpret_cast<const uint4 *>(chunk + warp * 1024 + g * 512 + lane * 16);
-    u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
-    float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  for (int k = 0; k < 4; k++) {
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      u32 a[4];
+    for (int g = 0; g < 2; g++) {  // two sums side by side: a product needn't wait for the last one
+      const uint4 &four = codes.group[g];
+      u32 word = k == 0 ? four.x : k == 1 ? four.y : k == 2 ? four.z : four.w, a[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         // byte i of the word, times 256, plus the lane's copy: one byte-permute.
-        u32 address = __byte_perm(words[k], offset, 0x7704 | i << 4);
+        u32 address = __byte_perm(word, offset, 0x7704 | i << 4);
         asm("ld.shared.u32 %0, [%1];" : "=r"(a[i]) : "r"(table + address));
       }
-      multiply(c, a, b.low[4 * g + k], b.high[4 * g + k]);
+      multiply(c[g], a, b.low[4 * g + k], b.high[4 * g + k]);
     }
-    add_group(sum, c, scales, 2 * warp + g, lane);
   }
+#pragma unroll
+  for (int g = 0; g < 2; g++) add_group(sum, c[g], scales, 2 * warp + g, lane);
 }
 
 __device__ __forceinline__ u32 six(u32 codes) {  // two codes at bits 0 and 16 → half2 of code - 32
@@ -322,51 +398,65 @@ __device__ void int6_chunk(float (&sum)[2], const unsigned char *chunk, const Fr
 
 // ---------------------------------------------------------------------------------------- ring
 
-struct Ring {  // the consumers' place in it; the producer keeps the same count
+// Chunks of the body and of the head take the same memory in turn, and each kind has its barriers.
+template <bool HEAD>
+struct Kind {
+  static constexpr int SLOTS = HEAD ? HEAD_SLOTS : BODY_SLOTS, BYTES = HEAD ? HEAD_BYTES : BODY_BYTES;
+  static __device__ __forceinline__ u64 *full(Shared &s, int slot) {
+    return (HEAD ? s.head_full : s.body_full) + slot;
+  }
+  static __device__ __forceinline__ u64 *empty(Shared &s, int slot) {
+    return (HEAD ? s.head_empty : s.body_empty) + slot;
+  }
+};
+static_assert(HEAD_SLOTS * HEAD_BYTES <= RING_BYTES, "the ring is too small");
+
+struct Ring {  // how many chunks of each kind were used since the launch
   u32 body = 0, head = 0;
 };
 
-__device__ const unsigned char *next_chunk(Shared &s, u32 count, int slots, int bytes, int *error) {
-  int slot = count % slots;
-  wait_barrier(&s.full[slot], count / slots & 1, s, error);
-  return s.ring + slot * bytes;
+template <bool HEAD>
+__device__ __forceinline__ const unsigned char *next_chunk(Shared &s, u32 count, int *error) {
+  using K = Kind<HEAD>;
+  int slot = count % K::SLOTS;
+  wait_barrier(K::full(s, slot), count / K::SLOTS & 1, s, error);
+  return s.ring + slot * K::BYTES;
 }
 
-__device__ void release_chunk(Shared &s, u32 count, int slots, int lane) {
+template <bool HEAD>
+__device__ __forceinline__ void release_chunk(Shared &s, u32 count, int lane) {
   __syncwarp();
-  if (lane == 0) barrier_arrive(&s.empty[count % slots]);
+  if (lane == 0) barrier_arrive(Kind<HEAD>::empty(s, count % Kind<HEAD>::SLOTS));
 }
 
-__device__ void copy_chunk(Shared &s, const unsigned char *from, u32 count, int slots, int bytes,
-                           int *error) {
-  int slot = count % slots;
-  if (count >= static_cast<u32>(slots)) wait_barrier(&s.empty[slot], (count / slots - 1) & 1, s, error);
+// Until the last of `count` chunks of a kind that lay in `slot` has been used.
+template <bool HEAD>
+__device__ void wait_released(Shared &s, u32 count, u32 slot, int *error) {
+  using K = Kind<HEAD>;
+  if (count <= slot) return;
+  u32 last = count - 1 - (count - 1 - slot) % K::SLOTS;
+  wait_barrier(K::empty(s, slot), last / K::SLOTS & 1, s, error);
+}
+
+// others: chunks of the other kind so far, which this step's first ones may lie upon.
+template <bool HEAD>
+__device__ void copy_chunk(Shared &s, const unsigned char *from, u32 count, bool first, u32 others, int *error) {
+  using K = Kind<HEAD>;
+  using Other = Kind<!HEAD>;
+  u32 slot = count % K::SLOTS;
+  if (first)
+    for (u32 o = slot * K::BYTES / Other::BYTES; o < Other::SLOTS && o * Other::BYTES < (slot + 1) * K::BYTES; o++)
+      wait_released<!HEAD>(s, others, o, error);
+  wait_released<HEAD>(s, count, slot, error);
   if (s.late) return;
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem(&s.full[slot])),
-               "r"(bytes)
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem(K::full(s, slot))),
+               "r"(K::BYTES)
                : "memory");
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          smem(s.ring + slot * bytes)),
-      "l"(from), "r"(bytes), "r"(smem(&s.full[slot]))
+          smem(s.ring + slot * K::BYTES)),
+      "l"(from), "r"(K::BYTES), "r"(smem(K::full(s, slot)))
       : "memory");
-}
-
-// Both kinds of chunks share the memory and the barriers, so everything is consumed, and everybody
-// meets, before the kind changes: then all barriers are made new.
-__device__ void change_kind(Shared &s) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < BODY_SLOTS; i++) {
-      asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(smem(&s.full[i])));
-      asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(smem(&s.empty[i])));
-      barrier_init(&s.full[i], 1);
-      barrier_init(&s.empty[i], WARPS);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  }
-  __syncthreads();
 }
 
 __device__ int head_first(int block) {
@@ -382,25 +472,19 @@ __device__ __forceinline__ bool chooses(const Arguments &a, int step) {
 
 __device__ void produce(const Arguments &a, Shared &s) {
   int block = blockIdx.x;
+  Ring ring;
   for (int step = 0; step < all_steps(a); step++) {
-    if (threadIdx.x == CONSUMERS) {
-      u32 count = 0;
-      for (int layer = 0; layer < LAYERS; layer++)
-        for (int c = 0; c < LAYER_CHUNKS; c++, count++) {
-          long long at = (static_cast<long long>(layer) * BLOCKS + block) * LAYER_CHUNKS + c;
-          copy_chunk(s, a.body + at * BODY_BYTES, count, BODY_SLOTS, BODY_BYTES, a.error);
-        }
-    }
-    __syncwarp();
-    change_kind(s);
+    for (int layer = 0; layer < LAYERS; layer++)
+      for (int c = 0; c < LAYER_CHUNKS; c++, ring.body++) {
+        long long at = (static_cast<long long>(layer) * BLOCKS + block) * LAYER_CHUNKS + c;
+        bool first = layer * LAYER_CHUNKS + c < BODY_SLOTS;
+        copy_chunk<false>(s, a.body + at * BODY_BYTES, ring.body, first, ring.head, a.error);
+      }
     if (!chooses(a, step)) continue;
-    if (threadIdx.x == CONSUMERS) {
-      u32 count = 0;
-      for (int c = head_first(block); c < head_first(block + 1); c++, count++)
-        copy_chunk(s, a.head + static_cast<long long>(c) * HEAD_BYTES, count, HEAD_SLOTS, HEAD_BYTES, a.error);
-    }
-    __syncwarp();
-    change_kind(s);
+    int begin = head_first(block);
+    for (int c = begin; c < head_first(block + 1); c++, ring.head++)
+      copy_chunk<true>(s, a.head + static_cast<long long>(c) * HEAD_BYTES, ring.head, c < begin + HEAD_SLOTS,
+                       ring.body, a.error);
   }
 }
 
@@ -426,28 +510,36 @@ __device__ __forceinline__ float row_sum(Shared &s, int first, const Place &p) {
   return x;
 }
 
-// `chunks` chunks of 16 rows each over one slice; leaves s.sums filled and everybody met.
+// `CHUNKS` chunks of 16 rows each over one slice; leaves s.sums filled and everybody met.
 template <int CHUNKS>
 __device__ void multiply_rows(const Arguments &a, Shared &s, Ring &ring, u32 table, const Place &p) {
   Fragment b;
   load_fragment(b, s, 0, p.warp, p.lane);
+  const unsigned char *chunk = next_chunk<false>(s, ring.body, a.error);
+  Codes codes;
+  load_codes(codes, chunk, p.warp, p.lane);
 #pragma unroll 1
   for (int c = 0; c < CHUNKS; c++) {
+    const unsigned char *next = chunk;
+    Codes ahead = codes;
+    if (c + 1 < CHUNKS) {  // the next chunk's codes come while this one's are multiplied
+      next = next_chunk<false>(s, ring.body + 1, a.error);
+      load_codes(ahead, next, p.warp, p.lane);
+    }
     float sum[2] = {0.0f, 0.0f};
-    const unsigned char *chunk = next_chunk(s, ring.body, BODY_SLOTS, BODY_BYTES, a.error);
-    nf4_chunk(sum, chunk, b, table, p.warp, p.lane);
-    release_chunk(s, ring.body++, BODY_SLOTS, p.lane);
+    nf4_chunk(sum, codes, chunk, b, table, p.warp, p.lane);
+    release_chunk<false>(s, ring.body++, p.lane);
     store_sums(s, c * CHUNK_ROWS, sum, p);
+    codes = ahead;
+    chunk = next;
   }
   consumers_meet();
 }
 
 // x of this thread's four columns → the activation, normalised and scaled; everybody meets twice.
-__device__ void normalise(const Arguments &a, Shared &s, const float (&x)[4], const float *weight,
-                          int turn, const Place &p) {
+__device__ void normalise(Shared &s, const float (&x)[4], const float4 &w, int turn, const Place &p) {
   float square = warp_sum(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]);
   if (p.lane == 0) s.warp_sums[turn][p.warp] = square;
-  float4 w = reinterpret_cast<const float4 *>(weight)[p.thread];
   consumers_meet();
   float total = 0.0f;
 #pragma unroll
@@ -458,60 +550,64 @@ __device__ void normalise(const Arguments &a, Shared &s, const float (&x)[4], co
   consumers_meet();
 }
 
+// Norm weights of this thread's four columns: asked for before the wait for what they scale.
+__device__ __forceinline__ float4 norm_weights(const Arguments &a, int norm, const Place &p) {
+  return reinterpret_cast<const float4 *>(a.norms + norm * HIDDEN)[p.thread];
+}
+
 // Everybody's residual, this thread's four columns of it.
 __device__ __forceinline__ void gather_residual(const Arguments &a, Shared &s, float (&x)[4], u32 epoch,
                                                 const Place &p) {
-  await_all<4>(a.exchange + X_RESIDUAL + 4 * p.thread, 1, epoch, x, s, a.error);
+  await_pairs<1>(a.exchange + X_RESIDUAL + 2 * p.thread, 0, epoch, x, s, a.error);
 }
 
 // This block's rows of a product added to its rows of the residual, and handed to everybody.
 __device__ void add_to_residual(const Arguments &a, Shared &s, float sum, u32 epoch, const Place &p) {
-  if (p.thread < OWN_ROWS * 16 && p.thread % 16 == 0) {
-    int row = p.thread / 16;
-    float x = s.residual[row] + sum;
-    s.residual[row] = x;
-    publish(a.exchange + X_RESIDUAL + p.block * OWN_ROWS + row, x, epoch);
-  }
-}
-
-// RMS norm of one head and rotation by its position, in registers: lane has columns lane + 32·i.
-__device__ void norm_and_rotate(float *x, const float *weight, const float *rope, int lane) {
-  float v[4], square = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    v[i] = x[lane + 32 * i];
-    square += v[i] * v[i];
-  }
-  float r = rsqrtf(warp_sum(square) / HEAD_DIM + EPSILON);
-#pragma unroll
-  for (int i = 0; i < 4; i++) v[i] *= r * weight[lane + 32 * i];
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    float cosine = rope[lane + 32 * i], sine = rope[HEAD_DIM / 2 + lane + 32 * i];
-    x[lane + 32 * i] = v[i] * cosine - v[i + 2] * sine;
-    x[lane + 32 * i + 64] = v[i + 2] * cosine + v[i] * sine;
-  }
+  if (p.warp >= OWN_ROWS / 2) return;
+  int row = p.thread / 16;  // two a warp
+  float x = s.residual[row] + sum, next = __shfl_xor_sync(~0u, x, 16);
+  if (p.lane % 16 == 0) s.residual[row] = x;
+  if (p.lane == 0) publish_pair(a.exchange + X_RESIDUAL + (p.block * OWN_ROWS + row) / 2, x, next, epoch);
 }
 
 __device__ __forceinline__ bool owns(int position, int split) { return (position / TILE) % SPLITS == split; }
 
-// q, k and v of this block's key head from its group; the owner of the position writes the cache.
+// q, k and v of this block's key head from its group, a warp each: normed, rotated, q scaled by 1/√d.
+// The block that owns the position writes the cache, and is the only one to read it.
 __device__ void collect_heads(const Arguments &a, Shared &s, int layer, long long position, u32 epoch,
                               const Place &p) {
-  float *flat = &s.group[0][0];
-  flat[p.thread] = await(a.exchange + X_QKV + p.head * 4 * HEAD_DIM + p.thread, epoch, s, a.error);
-  consumers_meet();
-  if (p.warp < 3) {
-    const float *norm = a.head_norms + (layer * 2 + (p.warp == 2)) * HEAD_DIM;
-    norm_and_rotate(s.group[p.warp], norm, a.rope + position * HEAD_DIM, p.lane);
+  if (p.warp < 4) {
+    float4 weight = {}, cosine = {}, sine = {};
+    if (p.warp < 3) {
+      const float *norm = a.head_norms + (layer * 2 + (p.warp == 2)) * HEAD_DIM;
+      const float *rope = a.rope + position * HEAD_DIM + p.lane % 16 * 4;
+      weight = reinterpret_cast<const float4 *>(norm)[p.lane];
+      cosine = *reinterpret_cast<const float4 *>(rope);
+      sine = *reinterpret_cast<const float4 *>(rope + HEAD_DIM / 2);
+    }
+    float v[4];
+    await_pairs<1>(a.exchange + X_QKV + (p.head * 4 + p.warp) * HEAD_DIM / 2 + 2 * p.lane, 0, epoch, v, s, a.error);
+    if (p.warp < 3) {
+      float square = warp_sum(v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]);
+      float r = rsqrtf(square / HEAD_DIM + EPSILON) * (p.warp < 2 ? rsqrtf(static_cast<float>(HEAD_DIM)) : 1.0f);
+      float w[4] = {weight.x, weight.y, weight.z, weight.w}, c[4] = {cosine.x, cosine.y, cosine.z, cosine.w};
+      float sign = p.lane < 16 ? -1.0f : 1.0f, n[4] = {sine.x, sine.y, sine.z, sine.w};
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        v[i] *= r * w[i];
+        float other = __shfl_xor_sync(~0u, v[i], 16);  // the column half a head away
+        v[i] = v[i] * c[i] + sign * other * n[i];
+      }
+    }
+    reinterpret_cast<float4 *>(s.group[p.warp])[p.lane] = make_float4(v[0], v[1], v[2], v[3]);
+    if (p.warp >= 2 && owns(static_cast<int>(position), p.split)) {
+      long long at = ((static_cast<long long>(layer) * KV_HEADS + p.head) * a.length + position) * HEAD_DIM;
+      uint2 packed = {to_bf16(v[0]) | static_cast<u32>(to_bf16(v[1])) << 16,
+                      to_bf16(v[2]) | static_cast<u32>(to_bf16(v[3])) << 16};
+      reinterpret_cast<uint2 *>((p.warp == 2 ? a.keys : a.values) + at)[p.lane] = packed;
+    }
   }
   consumers_meet();
-  if (owns(position, p.split) && p.thread < 2 * HEAD_DIM) {
-    int column = p.thread % HEAD_DIM;
-    long long at = ((static_cast<long long>(layer) * KV_HEADS + p.head) * a.length + position) * HEAD_DIM + column;
-    (p.thread < HEAD_DIM ? a.keys : a.values)[at] = to_bf16(s.group[2 + p.thread / HEAD_DIM][column]);
-  }
-  consumers_meet();  // the block that writes a position is the one that reads it
 }
 
 struct Running {  // of one query head over the positions of half a warp: 8 columns a lane
@@ -537,39 +633,70 @@ __device__ __forceinline__ void merge(Running &r, float most, float sum, const f
   r.most = both;
 }
 
-// Half-warps take this split's positions in turn; q is scaled by 1/√d already.
+// Tiles of the context that this split owns.
+__device__ __forceinline__ int own_tiles(int position, int split) {
+  return max(0, (position / TILE + SPLITS - split) / SPLITS);
+}
+
+__device__ __forceinline__ int own_position(int i, int split) {
+  return ((i / TILE) * SPLITS + split) * TILE + i % TILE;
+}
+
+// Into the L2 cache while q is still being computed; as much as leaves room for everything else there.
+__device__ void prefetch_own(const Arguments &a, int layer, int position, const Place &p) {
+  constexpr int MOST = 512, LINES = HEAD_DIM * 2 / 128;
+  int lines = min(own_tiles(position, p.split) * TILE, MOST) * 2 * LINES;
+  for (int i = p.thread; i < lines; i += CONSUMERS) {
+    long long row = (static_cast<long long>(layer) * KV_HEADS + p.head) * a.length + own_position(i / (2 * LINES), p.split);
+    const u16 *from = (i & 1 ? a.values : a.keys) + row * HEAD_DIM + i / 2 % LINES * 64;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+  }
+}
+
+// Half-warps take this split's positions in turn, two at a time.
 __device__ void attend_own(const Arguments &a, Shared &s, int layer, int position, Running (&r)[GROUP_HEADS],
                            const Place &p) {
-  int column = (p.lane & 15) * 8, half = p.warp * 2 + (p.lane >> 4);
+  constexpr int TOGETHER = 2;
+  int column = (p.lane & 15) * 8, half = p.warp * 2 + (p.lane >> 4), own = own_tiles(position, p.split) * TILE;
   float q[GROUP_HEADS][8];
 #pragma unroll
   for (int h = 0; h < GROUP_HEADS; h++)
 #pragma unroll
-    for (int i = 0; i < 8; i++) q[h][i] = s.group[h][column + i] * rsqrtf(static_cast<float>(HEAD_DIM));
+    for (int i = 0; i < 8; i++) q[h][i] = s.group[h][column + i];
   long long base = (static_cast<long long>(layer) * KV_HEADS + p.head) * a.length * HEAD_DIM + column;
-  int tiles = position / TILE + 1;                        // of all splits
-  int own = (tiles - p.split + SPLITS - 1) / SPLITS;      // of this one; not above 0 where none
-  for (int i = half; i < own * TILE; i += 2 * WARPS) {
-    int at = ((i / TILE) * SPLITS + p.split) * TILE + i % TILE;
-    if (at > position) continue;  // the last tile's rest; a half-warp goes together
-    float k[8], v[8];
-    // Written by this block, also in this launch: not through the read-only path.
-    unpack8(*reinterpret_cast<const uint4 *>(a.keys + base + static_cast<long long>(at) * HEAD_DIM), k);
-    unpack8(*reinterpret_cast<const uint4 *>(a.values + base + static_cast<long long>(at) * HEAD_DIM), v);
+  for (int i = half; i < own; i += TOGETHER * 2 * WARPS) {
+    uint4 k[TOGETHER], v[TOGETHER];
+    bool there[TOGETHER];
 #pragma unroll
-    for (int h = 0; h < GROUP_HEADS; h++) {
-      float score = 0.0f;
+    for (int n = 0; n < TOGETHER; n++) {
+      int at = own_position(i + n * 2 * WARPS, p.split);
+      there[n] = i + n * 2 * WARPS < own && at <= position;  // the same for a half-warp
+      long long from = base + static_cast<long long>(there[n] ? at : 0) * HEAD_DIM;
+      // Written by this block, also in this launch: not through the read-only path.
+      k[n] = *reinterpret_cast<const uint4 *>(a.keys + from);
+      v[n] = *reinterpret_cast<const uint4 *>(a.values + from);
+    }
 #pragma unroll
-      for (int j = 0; j < 8; j++) score += q[h][j] * k[j];
-      unsigned int mask = 0xffffu << (p.lane & 16);
+    for (int n = 0; n < TOGETHER; n++) {
+      if (!there[n]) continue;
+      float key[8], value[8];
+      unpack8(k[n], key);
+      unpack8(v[n], value);
 #pragma unroll
-      for (int d = 8; d; d >>= 1) score += __shfl_xor_sync(mask, score, d);
-      merge(r[h], score, 1.0f, v);
+      for (int h = 0; h < GROUP_HEADS; h++) {
+        float score = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 8; j++) score += q[h][j] * key[j];
+        unsigned int mask = 0xffffu << (p.lane & 16);
+#pragma unroll
+        for (int d = 8; d; d >>= 1) score += __shfl_xor_sync(mask, score, d);
+        merge(r[h], score, 1.0f, value);
+      }
     }
   }
 }
 
-// Over the two halves of a warp, then over the warps, in a fixed order; thread 0 … 255: its column.
+// Over the two halves of a warp → s.partial.
 __device__ void combine_block(Shared &s, Running (&r)[GROUP_HEADS], const Place &p) {
 #pragma unroll
   for (int h = 0; h < GROUP_HEADS; h++) {
@@ -594,67 +721,83 @@ __device__ void combine_block(Shared &s, Running (&r)[GROUP_HEADS], const Place 
 __device__ void attention(const Arguments &a, Shared &s, int layer, int position, u32 epoch, const Place &p) {
   Running r[GROUP_HEADS];
   attend_own(a, s, layer, position, r, p);
-  mark(s, 3);
-  combine_block(s, r, p);
   mark(s, 4);
-  u64 *parts = a.exchange + X_PART + p.head * SPLITS * GROUP_HEADS * PARTIAL;
-  for (int i = p.thread; i < GROUP_HEADS * PARTIAL; i += CONSUMERS) {
-    int h = i / PARTIAL, column = i % PARTIAL;
-    float most = NOTHING, value = 0.0f;
+  combine_block(s, r, p);
+  mark(s, 5);
+  // Over the warps, in their order; a thread has two columns, and block c of the group gets 16.
+  u64 *parts = a.exchange + X_PART + p.head * SPLITS * SPLITS * PART_WORDS;
+  if (p.thread < GROUP_HEADS * HEAD_DIM / 2) {
+    int h = p.thread / (HEAD_DIM / 2), pair = p.thread % (HEAD_DIM / 2);
+    float most = NOTHING, sum = 0.0f, x = 0.0f, y = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) most = fmaxf(most, s.partial[w][h][HEAD_DIM]);
-    if (column == HEAD_DIM) {
-      value = most;
-    } else if (most != NOTHING) {
+    most = shortened(most);  // as it is handed over, so that nothing is lost by it
+    if (most != NOTHING) {
 #pragma unroll
-      for (int w = 0; w < WARPS; w++)
-        value += __expf(s.partial[w][h][HEAD_DIM] - most) * s.partial[w][h][column];
+      for (int w = 0; w < WARPS; w++) {
+        float weight = __expf(s.partial[w][h][HEAD_DIM] - most);
+        float2 two = *reinterpret_cast<const float2 *>(&s.partial[w][h][2 * pair]);
+        x += weight * two.x;
+        y += weight * two.y;
+        sum += weight * s.partial[w][h][HEAD_DIM + 1];
+      }
     }
-    publish(parts + (p.split * GROUP_HEADS + h) * PARTIAL + column, value, epoch);
+    u64 *to = parts + ((h * (SPLITS / GROUP_HEADS) + pair / 8) * SPLITS + p.split) * PART_WORDS;
+    publish_pair(to + pair % 8, x, y, epoch);
+    if (pair % 8 == 0) publish_pair(to + 8, most, sum, epoch);
   }
-  // 256 columns of two heads over 16 blocks; thread: (column of 16, split of 16).
-  if (p.thread < 256) {
-    int h = p.split / (SPLITS / GROUP_HEADS), from = p.thread % 16;
-    int column = (p.split % (SPLITS / GROUP_HEADS)) * 16 + p.thread / 16;
-    const u64 *part = parts + (from * GROUP_HEADS + h) * PARTIAL;
-    float most = await(part + HEAD_DIM, epoch, s, a.error), sum = await(part + HEAD_DIM + 1, epoch, s, a.error);
-    float out = await(part + column, epoch, s, a.error), all = most;
+  // This block's 16 columns over the splits: a lane has one split's pair.
+  if (p.warp < 4) {
+    int from = p.lane % 16, pair = 2 * p.warp + p.lane / 16;
+    const u64 *part = parts + (p.split * SPLITS + from) * PART_WORDS;
+    float found[4];
+    await_pairs_at(part + pair, part + 8, found, epoch, s, a.error);
+    float x = found[0], y = found[1], most = found[2], sum = found[3], all = most;
 #pragma unroll
     for (int d = 8; d; d >>= 1) all = fmaxf(all, __shfl_xor_sync(~0u, all, d));
     float weight = most == NOTHING ? 0.0f : __expf(most - all);
     sum *= weight;
-    out *= weight;
+    x *= weight;
+    y *= weight;
 #pragma unroll
     for (int d = 8; d; d >>= 1) {
       sum += __shfl_xor_sync(~0u, sum, d);
-      out += __shfl_xor_sync(~0u, out, d);
+      x += __shfl_xor_sync(~0u, x, d);
+      y += __shfl_xor_sync(~0u, y, d);
     }
-    if (from == 0)
-      publish(a.exchange + X_ATTENTION + (p.head * GROUP_HEADS + h) * HEAD_DIM + column, out / sum, epoch);
+    int at = (p.head * GROUP_HEADS + p.split / (SPLITS / GROUP_HEADS)) * (HEAD_DIM / 2) +
+             p.split % (SPLITS / GROUP_HEADS) * 8 + pair;
+    if (from == 0) publish_pair(a.exchange + X_ATTENTION + at, x / sum, y / sum, epoch);
   }
 }
 
+// x: the embedding before layer 0, else what the residual is afterwards.
 __device__ void layer_attention(const Arguments &a, Shared &s, Ring &ring, int layer, long long position,
                                 u32 epoch, float (&x)[4], u32 table, const Place &p) {
-  normalise(a, s, x, a.norms + 2 * layer * HIDDEN, 0, p);
+  float4 weight = norm_weights(a, 2 * layer, p);
+  prefetch_own(a, layer, static_cast<int>(position), p);
+  if (layer > 0) gather_residual(a, s, x, epoch - 1, p);
   mark(s, 0);
-  multiply_rows<QKV_CHUNKS>(a, s, ring, table, p);
+  normalise(s, x, weight, 0, p);
   mark(s, 1);
-  float value = row_sum(s, 0, p);
-  if (p.thread % 16 == 0)
-    publish(a.exchange + X_QKV + p.head * 4 * HEAD_DIM + p.split * QKV_ROWS + p.thread / 16, value, epoch);
-  collect_heads(a, s, layer, position, epoch, p);
+  multiply_rows<QKV_CHUNKS>(a, s, ring, table, p);
   mark(s, 2);
+  float value = row_sum(s, 0, p), next = __shfl_xor_sync(~0u, value, 16);
+  if (p.lane == 0)
+    publish_pair(a.exchange + X_QKV + (p.head * 4 * HEAD_DIM + p.split * QKV_ROWS) / 2 + p.warp, value, next, epoch);
+  collect_heads(a, s, layer, position, epoch, p);
+  mark(s, 3);
   attention(a, s, layer, static_cast<int>(position), epoch, p);
   float mixed[4];
-  await_all<4>(a.exchange + X_ATTENTION + 4 * p.thread, 1, epoch, mixed, s, a.error);
-  mark(s, 5);
+  await_pairs<1>(a.exchange + X_ATTENTION + 2 * p.thread, 0, epoch, mixed, s, a.error);
+  mark(s, 7);
   uint4 words = {split(mixed[0]), split(mixed[1]), split(mixed[2]), split(mixed[3])};
   *reinterpret_cast<uint4 *>(activation_word(s, 4 * p.thread)) = words;
   consumers_meet();
+  mark(s, 8);
   multiply_rows<O_CHUNKS>(a, s, ring, table, p);
-  mark(s, 6);
   add_to_residual(a, s, row_sum(s, 0, p), epoch, p);
+  mark(s, 9);
 }
 
 // Rows 0 … 7 of a chunk are gates, 8 … 15 the matching ups.
@@ -665,43 +808,53 @@ __device__ void publish_acts(const Arguments &a, Shared &s, u32 epoch, const Pla
     if (p.thread % 16 == 0) s.sums[first + p.thread / 16][0] = sum;
   }
   consumers_meet();
-  if (p.thread < OWN_ACTS) {
-    int row = p.thread / 8 * CHUNK_ROWS + p.thread % 8;
+  if (p.warp < (OWN_ACTS + 31) / 32) {
+    int act = min(p.thread, OWN_ACTS - 1), row = act / 8 * CHUNK_ROWS + act % 8;
     float gate = s.sums[row][0], up = s.sums[row + 8][0];
-    publish(a.exchange + X_ACT + p.block * OWN_ACTS + p.thread, gate / (1.0f + __expf(-gate)) * up, epoch);
+    float value = gate / (1.0f + __expf(-gate)) * up, next = __shfl_xor_sync(~0u, value, 1);
+    if (p.thread < OWN_ACTS && p.thread % 2 == 0)
+      publish_pair(a.exchange + X_ACT + (p.block * OWN_ACTS + p.thread) / 2, value, next, epoch);
   }
 }
 
 __device__ void layer_mlp(const Arguments &a, Shared &s, Ring &ring, int layer, u32 epoch, u32 table,
                           const Place &p) {
+  float4 weight = norm_weights(a, 2 * layer + 1, p);
   float x[4];
   gather_residual(a, s, x, epoch, p);
-  mark(s, 7);
-  normalise(a, s, x, a.norms + (2 * layer + 1) * HIDDEN, 1, p);
-  mark(s, 8);
-  multiply_rows<GU_CHUNKS>(a, s, ring, table, p);
-  mark(s, 9);
-  publish_acts(a, s, epoch, p);
-  constexpr int EACH = INTERMEDIATE / CONSUMERS;
-  float acts[EACH];
-  await_all<EACH>(a.exchange + X_ACT + p.thread, CONSUMERS, epoch, acts, s, a.error);
   mark(s, 10);
+  normalise(s, x, weight, 1, p);
+  mark(s, 11);
+  multiply_rows<GU_CHUNKS>(a, s, ring, table, p);
+  mark(s, 12);
+  publish_acts(a, s, epoch, p);
+  constexpr int EACH = INTERMEDIATE / CONSUMERS / 4;
+  float acts[4 * EACH];
+  await_pairs<EACH>(a.exchange + X_ACT + 2 * p.thread, 2 * CONSUMERS, epoch, acts, s, a.error);
+  mark(s, 13);
 #pragma unroll
-  for (int i = 0; i < EACH; i++) *activation_word(s, p.thread + i * CONSUMERS) = split(acts[i] * SHRINK);
+  for (int i = 0; i < EACH; i++) {
+    uint4 words = {split(acts[4 * i] * SHRINK), split(acts[4 * i + 1] * SHRINK), split(acts[4 * i + 2] * SHRINK),
+                   split(acts[4 * i + 3] * SHRINK)};
+    *reinterpret_cast<uint4 *>(activation_word(s, 4 * (p.thread + i * CONSUMERS))) = words;
+  }
   consumers_meet();
+  mark(s, 14);
   float sum[2] = {0.0f, 0.0f};
 #pragma unroll 1
   for (int slice = 0; slice < SLICES; slice++) {
     Fragment b;
     load_fragment(b, s, slice, p.warp, p.lane);
-    const unsigned char *chunk = next_chunk(s, ring.body, BODY_SLOTS, BODY_BYTES, a.error);
-    nf4_chunk(sum, chunk, b, table, p.warp, p.lane);
-    release_chunk(s, ring.body++, BODY_SLOTS, p.lane);
+    const unsigned char *chunk = next_chunk<false>(s, ring.body, a.error);
+    Codes codes;
+    load_codes(codes, chunk, p.warp, p.lane);
+    nf4_chunk(sum, codes, chunk, b, table, p.warp, p.lane);
+    release_chunk<false>(s, ring.body++, p.lane);
   }
   store_sums(s, 0, sum, p);
   consumers_meet();
   add_to_residual(a, s, row_sum(s, 0, p) / SHRINK, epoch + 1, p);
-  mark(s, 11);
+  mark(s, 15);
 }
 
 // ---------------------------------------------------------------------------------------- head
@@ -728,18 +881,17 @@ __device__ void best_of_warp(Best &b) {
   }
 }
 
-__device__ void all_logits(const Arguments &a, Shared &s, Best &best, const Place &p) {
+__device__ void all_logits(const Arguments &a, Shared &s, Ring &ring, Best &best, const Place &p) {
   Fragment b;
   load_fragment(b, s, 0, p.warp, p.lane);
-  u32 count = 0;
   int last = head_first(p.block + 1);
   for (int first = head_first(p.block); first < last; first += HEAD_BATCH) {
     int batch = min(HEAD_BATCH, last - first);
     for (int c = 0; c < batch; c++) {
       float sum[2] = {0.0f, 0.0f};
-      const unsigned char *chunk = next_chunk(s, count, HEAD_SLOTS, HEAD_BYTES, a.error);
+      const unsigned char *chunk = next_chunk<true>(s, ring.head, a.error);
       int6_chunk(sum, chunk, b, p.warp, p.lane);
-      release_chunk(s, count++, HEAD_SLOTS, p.lane);
+      release_chunk<true>(s, ring.head++, p.lane);
       store_sums(s, c * CHUNK_ROWS, sum, p);
     }
     consumers_meet();
@@ -752,46 +904,50 @@ __device__ void all_logits(const Arguments &a, Shared &s, Best &best, const Plac
   }
 }
 
+__device__ __forceinline__ void keep_best(Shared &s, const Best &b, int at) {
+  s.best[at] = static_cast<u64>(__float_as_uint(b.most)) << 32 | static_cast<u32>(b.id);
+  s.best_sum[at] = b.sum;
+}
+
+__device__ __forceinline__ Best kept_best(Shared &s, int at) {
+  Best b;
+  add_best(b, __uint_as_float(static_cast<u32>(s.best[at] >> 32)), s.best_sum[at], static_cast<int>(s.best[at]));
+  return b;
+}
+
 // Everybody's best, hence the token and its probability: the same in every block.
 __device__ int choose(const Arguments &a, Shared &s, Best best, u32 epoch, int step, const Place &p) {
   best_of_warp(best);
-  if (p.lane == 0) {
-    s.best[p.warp] = static_cast<u64>(__float_as_uint(best.most)) << 32 | static_cast<u32>(best.id);
-    s.best_sum[p.warp] = best.sum;
-  }
+  if (p.lane == 0) keep_best(s, best, p.warp);
   consumers_meet();
-  Best all;
-#pragma unroll 1
-  for (int w = 0; w < WARPS; w++)
-    add_best(all, __uint_as_float(static_cast<u32>(s.best[w] >> 32)), s.best_sum[w], static_cast<int>(s.best[w]));
   u64 *words = a.exchange + X_BEST;
-  if (p.thread == 0) {
-    publish(words + 3 * p.block, all.most, epoch);
-    publish(words + 3 * p.block + 1, __int_as_float(all.id), epoch);
-    publish(words + 3 * p.block + 2, all.sum, epoch);
+  if (p.warp == 0) {
+    Best block;
+    if (p.lane < WARPS) block = kept_best(s, p.lane);
+    best_of_warp(block);
+    float three[3] = {block.most, __int_as_float(block.id), block.sum};
+    if (p.lane < 3) publish(words + 3 * p.block + p.lane, p.lane == 0 ? three[0] : p.lane == 1 ? three[1] : three[2], epoch);
   }
   consumers_meet();
-  Best mine;
   if (p.warp < BLOCKS / 32) {
-    float found[3];
-    await_all<3>(words + 3 * p.thread, 1, epoch, found, s, a.error);
-    add_best(mine, found[0], found[2], __float_as_int(found[1]));
+    Best mine;
+    const u64 *from = words + 3 * p.thread;
+    float most = await(from, epoch, s, a.error), id = await(from + 1, epoch, s, a.error);
+    add_best(mine, most, await(from + 2, epoch, s, a.error), __float_as_int(id));
     best_of_warp(mine);
-    if (p.lane == 0) {
-      s.best[p.warp] = static_cast<u64>(__float_as_uint(mine.most)) << 32 | static_cast<u32>(mine.id);
-      s.best_sum[p.warp] = mine.sum;
-    }
+    if (p.lane == 0) keep_best(s, mine, p.warp);
   }
   consumers_meet();
   Best chosen;
 #pragma unroll
-  for (int w = 0; w < BLOCKS / 32; w++)
-    add_best(chosen, __uint_as_float(static_cast<u32>(s.best[w] >> 32)), s.best_sum[w], static_cast<int>(s.best[w]));
+  for (int w = 0; w < BLOCKS / 32; w++) {
+    Best of = kept_best(s, w);
+    add_best(chosen, of.most, of.sum, of.id);
+  }
   if (p.block == 0 && p.thread == 0) {
     a.tokens[step] = chosen.id;
     a.probabilities[step] = 1.0f / chosen.sum;
   }
-  consumers_meet();
   return chosen.id < VOCABULARY ? chosen.id : 0;  // junk only after a wait that took too long
 }
 
@@ -834,28 +990,26 @@ __device__ void consume(const Arguments &a, Shared &s) {
   u32 table = smem(s.table), epoch = a.epoch;
   int token = 0;
   long long position = *a.position;
+  Ring ring;
   for (int step = 0; step < all_steps(a); step++, position++) {
     if (step < a.given_count) token = static_cast<int>(a.given[step]);
     float x[4];
-    Ring ring;
+    consumers_meet();  // nobody needs the last step's residual and bests any more
     embed(a, s, token, x, p);
     for (int layer = 0; layer < LAYERS; layer++, epoch += 2) {
       layer_attention(a, s, ring, layer, position, epoch, x, table, p);
       layer_mlp(a, s, ring, layer, epoch, table, p);
-      gather_residual(a, s, x, epoch + 1, p);
-      mark(s, 12);
     }
-    change_kind(s);
-    mark(s, 13);
     if (!chooses(a, step)) continue;
-    normalise(a, s, x, a.norms + 2 * LAYERS * HIDDEN, 0, p);
+    float4 weight = norm_weights(a, 2 * LAYERS, p);
+    gather_residual(a, s, x, epoch - 1, p);
+    normalise(s, x, weight, 0, p);
     Best best;
-    all_logits(a, s, best, p);
-    mark(s, 14);
+    all_logits(a, s, ring, best, p);
+    mark(s, 16);
     token = choose(a, s, best, epoch, step + 1 - a.given_count, p);
-    mark(s, 15);
     epoch += 2;
-    change_kind(s);
+    mark(s, 17);
   }
   if (p.block == 0 && p.thread == 0) *a.steps = all_steps(a);
 #ifdef CLOCKS
@@ -878,17 +1032,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_con
     s.clock = clock64();
 #endif
     for (int i = 0; i < BODY_SLOTS; i++) {
-      barrier_init(&s.full[i], 1);
-      barrier_init(&s.empty[i], WARPS);
+      barrier_init(&s.body_full[i], 1);
+      barrier_init(&s.body_empty[i], WARPS);
+    }
+    for (int i = 0; i < HEAD_SLOTS; i++) {
+      barrier_init(&s.head_full[i], 1);
+      barrier_init(&s.head_empty[i], WARPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
   __syncthreads();
-  if (threadIdx.x >= CONSUMERS)
-    produce(a, s);
-  else
+  if (threadIdx.x < CONSUMERS)
     consume(a, s);
+  else if (threadIdx.x == CONSUMERS)
+    produce(a, s);
 }
 
 // -------------------------------------------------------------------------- for the prefill
