@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphs import Capturer
 from model import KVCache, Qwen3
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class GraphEngine(TorchEngine):
         self._scratch = context_limit  # a position that no request reaches; capturing writes there
         self._chunks = [EXTEND_TOKENS, *(size for size in CHUNK_BUCKETS if size <= context_limit)]
         self._inputs = torch.zeros(2 + max(self._chunks), dtype=torch.int64, device=self.device)
-        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._capturer = Capturer(self.device, self._aim_at_scratch)
         self._captured: dict[int, tuple[Callable, Callable]] = {}
         self._splits: dict[int, tuple] = {}
         self._replay_step = self._replay_few = None
@@ -172,27 +173,14 @@ class GraphEngine(TorchEngine):
             raise RuntimeError(f"{steps} steps ran on the device, expected {count}")
         return iter(list(zip(tokens[:count], probabilities[:count], strict=True)))
 
+    def _capture(self, body: Callable[[], None]) -> Callable[[], None]:
+        return self._capturer.capture(body)
+
     def _aim_at_scratch(self) -> None:
         """So that a trial run writes no request's KV, and no result beyond the first."""
         self.decoder.state.step.zero_()
         self.decoder.state.position.fill_(self._scratch)
         self._inputs.zero_()[0] = self._scratch
-
-    def _capture(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Capture `body` as a CUDA graph; returns its replay."""
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # libraries allocate at first use, which a capture forbids
-                self._aim_at_scratch()
-                body()
-            self._aim_at_scratch()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # One pool for all: nothing in it outlives a replay, the results are in buffers outside.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            body()
-        return graph.replay
 
 
 def bucket_lengths(context_limit: int) -> list[int]:

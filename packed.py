@@ -8,7 +8,7 @@ prefills unpack one layer at a time into scratch matrices and run prefill.py's p
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from artifacts import ArtifactError
+from engines import CHUNK_BUCKETS
 from formats import NF4_CODEBOOK, UNPACK, Export
+from graphs import Capturer
 from kernels import layout
-from kernels.nvrtc import Module, architecture, compile_source
+from kernels.nvrtc import Kernel, Module, architecture, compile_source
 from model import Config, KVCache
-from prefill import LayerWeights, Prefill, half_rope_tables
+from prefill import Prefill, half_rope_tables
 
 if TYPE_CHECKING:
     from kernels.ops import Ops
@@ -130,6 +132,63 @@ class Weights:
         return sum(t.nbytes for t in (self.body, self.head, self.norms, self.head_norms))
 
 
+class Layers:
+    """layer → its matrices for the prefill, each unpacked at the moment it is asked for.
+
+    All share one scratch buffer: the next one overwrites the last, in the stream's order. It is
+    smaller than the L2 cache of a Hopper GPU, so that unpacked weights need not travel far.
+    """
+
+    def __init__(self, weights: Weights, codebook: Tensor, unpack: Kernel):
+        c, device = weights.config, weights.body.device
+        self.weights, self.codebook, self.unpack = weights, codebook, unpack
+        width, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        hidden, inner = c.hidden_size, c.intermediate_size
+        shapes = {
+            "qkv": (width + 2 * kv, hidden),
+            "o": (hidden, width),
+            "gate_up": (2 * inner, hidden),
+            "down": (hidden, inner),
+        }
+        self.places, first = {}, 0  # name → (shape, first chunk, chunks) in a block's stream
+        for name, (rows, columns) in shapes.items():
+            chunks = rows * columns // (layout.ROWS * layout.COLUMNS * BLOCKS)
+            self.places[name] = (rows, columns), first, chunks
+            first += chunks
+        most = max(rows * columns for rows, columns in shapes.values())
+        self.scratch = torch.empty(most, dtype=torch.bfloat16, device=device)
+        self.norms, self.head_norms = weights.norms.bfloat16(), weights.head_norms.bfloat16()
+
+    def __call__(self, layer: int) -> Layer:
+        return Layer(self, layer)
+
+    def matrix(self, layer: int, name: str) -> Tensor:
+        (rows, columns), first, chunks = self.places[name]
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (self.weights.body, self.codebook)]
+        numbers = [ctypes.c_int(n) for n in (layer, first, chunks, columns)]
+        out = ctypes.c_void_p(self.scratch.data_ptr())
+        self.unpack.launch(BLOCKS * chunks, 512, [*pointers, *numbers, out])
+        return self.scratch[: rows * columns].view(rows, columns)
+
+
+class Layer:
+    """As prefill.LayerWeights; a matrix is valid until the next one is asked for."""
+
+    def __init__(self, layers: Layers, layer: int):
+        self._layers, self._layer = layers, layer
+        self.input_norm, self.post_norm = layers.norms[2 * layer : 2 * layer + 2]
+        self.q_norm, self.k_norm = layers.head_norms[2 * layer : 2 * layer + 2]
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in self._layers.places:
+            raise AttributeError(name)
+        return self._layers.matrix(self._layer, name)
+
+
+def zeros_of(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(n, dtype=dtype, device=device)
+
+
 class PersistentEngine:
     """One launch a draft. Same contract as engines.TorchEngine; bf16 keys and values."""
 
@@ -147,15 +206,19 @@ class PersistentEngine:
         self.kv, self.weights, self.config = kv, Weights(export, device), export.config
         module = Module(compile_source(SOURCE, defines(export.config), architecture(device)))
         self._decode = module.kernel("decode", SHARED_BYTES)
-        self._unpack, self._embed = module.kernel("unpack_layer"), module.kernel("embed_rows")
-        self.decode_steps = self.graph_replays = 0
+        self._embed = module.kernel("embed_rows")
+        self.decode_steps = self.graph_replays = self.extend_replays = 0
         self._make_buffers(draft_length)
-        self._scratch = self._make_scratch()
-        self._prefill = Prefill(export.config, self._layer, kv, ops)
+        self._layers = Layers(self.weights, self._codebook, module.kernel("unpack_matrix"))
+        self._prefill = Prefill(export.config, self._layers, kv, ops)
+        self._chunks = [size for size in CHUNK_BUCKETS if size < kv.length]
+        self._new = zeros_of(2 + max(self._chunks, default=0), torch.int64, device)
+        capture = Capturer(device, self._aim_at_nothing).capture
+        self._replay_chunk = {n: capture(self._chunk_body(n)) for n in self._chunks}
 
     def _make_buffers(self, draft_length: int) -> None:
         def zeros(n: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(n, dtype=dtype, device=self.device)
+            return zeros_of(n, dtype, self.device)
 
         cos, sin = half_rope_tables(self.config, self.kv.length, self.device)
         self._rope = torch.cat((cos, sin), dim=1).contiguous()
@@ -167,41 +230,30 @@ class PersistentEngine:
         self._steps, self._error = zeros(1, torch.int64), zeros(1, torch.int32)
         self._epoch, self._given = 1, 0
 
-    def _make_scratch(self) -> LayerWeights:
-        c, norms = self.config, torch.empty(0, device=self.device)
-        width, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    def _aim_at_nothing(self) -> None:
+        """No row of a trial run is real: no request's keys and values are overwritten."""
+        self._new.zero_()
 
-        def matrix(rows: int, columns: int) -> Tensor:
-            return torch.empty((rows, columns), dtype=torch.bfloat16, device=self.device)
+    def _chunk_body(self, size: int) -> Callable[[], None]:
+        start, count, ids = self._new[:1], self._new[1:2], self._new[2 : 2 + size]
 
-        return LayerWeights(
-            matrix(width + 2 * kv, c.hidden_size),
-            matrix(c.hidden_size, width),
-            matrix(2 * c.intermediate_size, c.hidden_size),
-            matrix(c.hidden_size, c.intermediate_size),
-            *(norms,) * 4,
-        )
+        def body() -> None:
+            attend = self._prefill.chunk_attend(start, count)
+            self._prefill.forward(self._embedding(ids), start, count, attend, cache_only=True)
+
+        return body
+
+    def _embedding(self, tokens: Tensor) -> Tensor:
+        """(n,) int64 → (n, hidden) float32."""
+        x = torch.empty((len(tokens), self.config.hidden_size), device=self.device)
+        sources = [ctypes.c_void_p(t.data_ptr()) for t in (self.weights.head, tokens, x)]
+        self._embed.launch(len(tokens), 512, sources)
+        return x
 
     @property
     def weight_bytes(self) -> int:
         """What a decode step reads of the weights."""
         return self.weights.nbytes
-
-    def _layer(self, layer: int) -> LayerWeights:
-        """A layer's matrices in the scratch buffers, which the next call overwrites in order."""
-        w, s = self.weights, self._scratch
-        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (s.qkv, s.o, s.gate_up, s.down)]
-        sources = [ctypes.c_void_p(t.data_ptr()) for t in (w.body, self._codebook)]
-        blocks = BLOCKS * w.body.shape[2]
-        self._unpack.launch(blocks, 512, [*sources, ctypes.c_int(layer), *pointers])
-        norms = (w.norms[2 * layer], w.norms[2 * layer + 1])
-        heads = (w.head_norms[2 * layer], w.head_norms[2 * layer + 1])
-        return s._replace(
-            input_norm=norms[0].bfloat16(),
-            post_norm=norms[1].bfloat16(),
-            q_norm=heads[0].bfloat16(),
-            k_norm=heads[1].bfloat16(),
-        )
 
     def begin(self, reach: int) -> None:
         """Nothing depends on the context's length."""
@@ -211,18 +263,28 @@ class PersistentEngine:
 
     def extend(self, ids: np.ndarray, start: int, last: bool) -> None:
         """Compute the KV of `ids` at positions start…; the last few wait for `continuation`."""
-        tokens = torch.from_numpy(ids.astype(np.int64)).to(self.device)
         keep = 0 if not last else (len(ids) if len(ids) <= FEW else 1)
-        if len(ids) > keep:
-            before = tokens[: len(ids) - keep]
-            x = torch.empty((len(before), self.config.hidden_size), device=self.device)
-            sources = [ctypes.c_void_p(t.data_ptr()) for t in (self.weights.head, before, x)]
-            self._embed.launch(len(before), 512, sources)
-            self._prefill.run(x, start)
+        before, given = ids[: len(ids) - keep], ids[len(ids) - keep :]
+        if len(before):
+            self._prefill_by(before, start)
         self._given = keep
         if keep:
-            self._inputs[0] = start + len(ids) - keep
-            self._inputs[1 : 1 + keep] = tokens[len(ids) - keep :]
+            self._set(self._inputs, [start + len(before)], given)
+
+    def _prefill_by(self, ids: np.ndarray, start: int) -> None:
+        size = next((size for size in self._chunks if size >= len(ids)), None)
+        if size is None:
+            tokens = torch.from_numpy(ids.astype(np.int64)).to(self.device)
+            self._prefill.run(self._embedding(tokens), start, cache_only=True)
+            return
+        self._set(self._new, [start, len(ids)], ids)
+        self.extend_replays += 1
+        self._replay_chunk[size]()
+
+    @staticmethod
+    def _set(buffer: Tensor, numbers: list[int], ids: np.ndarray) -> None:
+        values = np.concatenate((numbers, ids)).astype(np.int64)
+        buffer[: len(values)].copy_(torch.from_numpy(values))
 
     def continuation(self, position: int, count: int) -> Iterator[tuple[int, float]]:
         """All `count` tokens at once; the caller drops what follows an end."""

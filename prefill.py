@@ -104,8 +104,12 @@ class Prefill:
     def heads(self, layer: LayerWeights) -> Heads:
         return Heads(layer.q_norm, layer.k_norm, self.cos, self.sin, self.config.rms_norm_eps)
 
-    def forward(self, x: Tensor, start: Tensor, count: Tensor, attend: ChunkAttend) -> Tensor:
+    def forward(
+        self, x: Tensor, start: Tensor, count: Tensor, attend: ChunkAttend, cache_only: bool = False
+    ) -> Tensor | None:
         """The last real position's residual before the last norm, (1, hidden) float32.
+
+        cache_only: return as soon as all keys and values are in the cache, without a result.
 
         x: (tokens, hidden) float32, the embeddings, overwritten. start, count: (1,) int64 on the
         device: the first position, and how many of x's rows are real; the rest is padding, whose
@@ -118,6 +122,8 @@ class Prefill:
             qkv = F.linear(ops.add_norm(x, delta, w.input_norm, eps), w.qkv)
             keys, values = kv.keys[layer], kv.values[layer]
             ops.rotate_and_store(qkv, start, count, self.heads(w), keys, values)
+            if layer == last and cache_only:
+                return None
             if layer == last:  # nothing reads the other positions' results
                 row = (count - 1).clamp(min=0)
                 x, qkv = x.index_select(0, row), qkv.index_select(0, row)
@@ -128,7 +134,7 @@ class Prefill:
             delta = F.linear(ops.silu_up(F.linear(normed, w.gate_up)), w.down)
         return x + delta
 
-    def run(self, x: Tensor, start: int) -> Tensor:
+    def run(self, x: Tensor, start: int, cache_only: bool = False) -> Tensor | None:
         """forward for all rows of x at positions start…, not captured.
 
         On an H200 torch's attention (cuDNN's) was the faster one from position 0 on, 461 TFLOP/s
@@ -136,7 +142,7 @@ class Prefill:
         """
         at = torch.tensor([[start], [len(x)]], device=x.device)
         attend = self.chunk_attend(*at) if start else self.whole_attend()
-        return self.forward(x, *at, attend)
+        return self.forward(x, *at, attend, cache_only)
 
     def chunk_attend(self, start: Tensor, count: Tensor) -> ChunkAttend:
         """Any start and length by device values: fit for a captured graph."""

@@ -1066,31 +1066,44 @@ __device__ int matrix_row(int block, int c, int row, int &which) {
   return block * OWN_ACTS + (c - O_CHUNKS) * 8 + row % 8 + row / 8 * INTERMEDIATE;
 }
 
-// One layer → bf16 matrices (rows, columns). A block of threads takes one chunk.
-extern "C" __global__ void __launch_bounds__(CONSUMERS) unpack_layer(const unsigned char *body,
-                                                                     const float *codebook, int layer,
-                                                                     u16 *qkv, u16 *o, u16 *gate_up, u16 *down) {
-  int block = blockIdx.x / LAYER_CHUNKS, c = blockIdx.x % LAYER_CHUNKS;
+// One matrix of a layer → bf16 (rows, columns). A block of threads takes one chunk; first, chunks:
+// the matrix's own in the stream of each of `blocks` blocks.
+extern "C" __global__ void __launch_bounds__(CONSUMERS) unpack_matrix(const unsigned char *body,
+                                                                      const float *codebook, int layer, int first,
+                                                                      int chunks, int columns, u16 *out) {
+  constexpr int PITCH = GROUP + 8;  // against bank conflicts
+  __shared__ alignas(16) u16 tiles[WARPS][CHUNK_ROWS * PITCH];
+  __shared__ float values[16];
+  int block = blockIdx.x / chunks, c = first + blockIdx.x % chunks, which;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const unsigned char *chunk = body + (static_cast<long long>(layer) * gridDim.x + blockIdx.x) * BODY_BYTES;
+  if (threadIdx.x < 16) values[threadIdx.x] = codebook[threadIdx.x];
+  __syncthreads();
+  const unsigned char *chunk =
+      body + ((static_cast<long long>(layer) * BLOCKS + block) * LAYER_CHUNKS + c) * BODY_BYTES;
   const u16 *scales = reinterpret_cast<const u16 *>(chunk + CHUNK_ROWS * CHUNK_COLUMNS / 2);
-  u16 *matrices[4] = {qkv, o, gate_up, down};
   for (int g = 0; g < 2; g++) {
     uint4 codes = *reinterpret_cast<const uint4 *>(chunk + warp * 1024 + g * 512 + lane * 16);
     u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
     for (int half = 0; half < 2; half++) {
-      int row = lane / 4 + 8 * half, which, at = matrix_row(block, c, row, which);
+      int row = lane / 4 + 8 * half;
       float scale = from_bf16(scales[(2 * warp + g) * CHUNK_ROWS + row]);
-      long long columns = which == 3 ? INTERMEDIATE : HIDDEN;
-      int first = which == 3 ? (c - (LAYER_CHUNKS - SLICES)) * CHUNK_COLUMNS : 0;
-      u16 *out = matrices[which] + at * columns + first + warp * 128 + g * 64 + 2 * (lane % 4);
+#pragma unroll
       for (int k = 0; k < 4; k++)
         for (int right = 0; right < 2; right++) {
           u32 byte = words[k] >> 8 * (2 * right + half) & 255;
-          u32 pair = to_bf16(codebook[byte >> 4] * scale) | static_cast<u32>(to_bf16(codebook[byte & 15] * scale)) << 16;
-          *reinterpret_cast<u32 *>(out + 16 * k + 8 * right) = pair;
+          u32 pair = to_bf16(values[byte >> 4] * scale) | static_cast<u32>(to_bf16(values[byte & 15] * scale)) << 16;
+          *reinterpret_cast<u32 *>(tiles[warp] + row * PITCH + 16 * k + 8 * right + 2 * (lane % 4)) = pair;
         }
     }
+    __syncwarp();
+    // Row by row: eight lanes write 128 bytes side by side.
+    for (int i = 0; i < 4; i++) {
+      int row = lane / 8 + 4 * i, at = matrix_row(block, c, row, which);
+      int column = (which == 3 ? c - first : 0) * CHUNK_COLUMNS + warp * 128 + g * GROUP + lane % 8 * 8;
+      *reinterpret_cast<uint4 *>(out + static_cast<long long>(at) * columns + column) =
+          *reinterpret_cast<const uint4 *>(tiles[warp] + row * PITCH + lane % 8 * 8);
+    }
+    __syncwarp();
   }
 }
 

@@ -139,14 +139,15 @@ def test_no_drafted_token_computes_the_context_all_the_same(pair):
 def test_embeddings_and_layers_unpack_to_the_exports_values(pair):
     persistent, eager = pair
     model, engine = eager.engine.model.model, persistent.engine
-    w = engine._layer(1)
-    torch.cuda.synchronize()
-    block = model.layers[1]
-    for found, expected in (
-        (w.qkv[:2048], block.self_attn.q_proj.weight),
-        (w.qkv[3072:], block.self_attn.v_proj.weight),
-        (w.o, block.self_attn.o_proj.weight),
-        (w.gate_up[6144:], block.mlp.up_proj.weight),
-        (w.down, block.mlp.down_proj.weight),
+    w, block = engine._layers(1), model.layers[1]
+    for name, rows, expected in (
+        ("qkv", slice(0, 2048), block.self_attn.q_proj.weight),
+        ("qkv", slice(2048, 3072), block.self_attn.k_proj.weight),
+        ("qkv", slice(3072, 4096), block.self_attn.v_proj.weight),
+        ("o", slice(None), block.self_attn.o_proj.weight),
+        ("gate_up", slice(0, 6144), block.mlp.gate_proj.weight),
+        ("gate_up", slice(6144, None), block.mlp.up_proj.weight),
+        ("down", slice(None), block.mlp.down_proj.weight),
     ):
-        assert torch.equal(found, expected.bfloat16())
+        engine._layers.scratch.fill_(float("nan"))
+        assert torch.equal(getattr(w, name)[rows], expected.bfloat16()), name
