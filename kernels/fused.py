@@ -204,6 +204,7 @@ def _advance(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    EMBED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -220,10 +221,11 @@ def _advance(
     step = tl.load(step_ptr)
     tl.store(tokens_ptr + step, token.to(tl.int64))
     tl.store(probabilities_ptr + step, 1.0 / total)
-    k = tl.arange(0, COLUMNS)
-    row = embedding_ptr + token.to(tl.int64) * WIDTH
-    x = tl.load(row + k, mask=k < WIDTH, other=0.0).to(tl.float32)
-    tl.store(x_ptr + k, x, mask=k < WIDTH)
+    if EMBED:
+        k = tl.arange(0, COLUMNS)
+        row = embedding_ptr + token.to(tl.int64) * WIDTH
+        x = tl.load(row + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+        tl.store(x_ptr + k, x, mask=k < WIDTH)
     position = tl.load(position_ptr)
     tl.debug_barrier()  # each thread has read both before one of them writes
     tl.store(step_ptr, step + 1)
@@ -237,14 +239,21 @@ def advance(best: Best, embedding: Tensor, state: State) -> None:
     `step`, x becomes the token's embedding, step and position grow by one. A logit that is not a
     number makes the probability not a number.
     """
-    vocab, width = embedding.shape
+    launch_advance(best, embedding, state, *embedding.shape)
+
+
+def launch_advance(
+    best: Best, embedding: Tensor | None, state: State, vocab: int, width: int
+) -> None:
+    """`advance`; without an embedding x stays as it is."""
     programs = len(best.logit)
-    pdl = has_dependent_launch(embedding.device)
+    pdl = has_dependent_launch(state.x.device)
     _advance[(1,)](
-        *(*best, embedding, *state, programs, vocab),
+        *(*best, state.x if embedding is None else embedding, *state, programs, vocab),
         WIDTH=width,
         COLUMNS=triton.next_power_of_2(width),
         PROGRAMS=triton.next_power_of_2(programs),
+        EMBED=embedding is not None,
         PDL=pdl,
         num_warps=8,
         launch_pdl=pdl,

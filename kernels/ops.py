@@ -1,11 +1,11 @@
-"""The operations of the fast path by name: Triton kernels, or their plain torch twins."""
+"""The operations of the fast paths by name: Triton kernels, or their plain torch twins."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kernels import attention, chunk, fused, linear
+from kernels import attention, chunk, fused, linear, packed_linear
 
 
 class Ops(NamedTuple):
@@ -41,4 +41,17 @@ PLAIN = Ops(
     fused.rotate_and_store_plain,
     fused.silu_up_plain,
     fused.advance_plain,
+)
+# The same over kernels/packed_linear.py's matrices.
+PACKED_TRITON = TRITON._replace(
+    linear=packed_linear.linear,
+    gate_up=packed_linear.gate_up,
+    head=packed_linear.head,
+    advance=packed_linear.advance,
+)
+PACKED_PLAIN = PLAIN._replace(
+    linear=packed_linear.linear_packed_plain,
+    gate_up=packed_linear.gate_up_packed_plain,
+    head=packed_linear.head_packed_plain,
+    advance=packed_linear.advance_packed_plain,
 )

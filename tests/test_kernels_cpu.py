@@ -32,9 +32,9 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float =
     assert error < tolerance, f"relative error {error:.1e}"
 
 
-def both(name: str, *args, **kwargs):
+def both(name: str, *args, packed: bool = False, **kwargs):
     """Run a kernel on `args` and its twin on copies; returns the copies."""
-    from kernels.ops import PLAIN, TRITON
+    from kernels.ops import PACKED_PLAIN, PACKED_TRITON, PLAIN, TRITON
 
     def copied(value):
         if isinstance(value, torch.Tensor):
@@ -44,8 +44,8 @@ def both(name: str, *args, **kwargs):
         return value
 
     copies = [copied(a) for a in args]
-    found = getattr(TRITON, name)(*args, **kwargs)
-    expected = getattr(PLAIN, name)(*copies, **kwargs)
+    found = getattr(PACKED_TRITON if packed else TRITON, name)(*args, **kwargs)
+    expected = getattr(PACKED_PLAIN if packed else PLAIN, name)(*copies, **kwargs)
     return found, expected, copies
 
 
@@ -72,6 +72,71 @@ def check_linear() -> None:
                 gates = weight[: rows // 2 * 2]
                 _, _, copies = both("gate_up", x, gates, out, norm, 1e-6)
                 assert_close(out, copies[2], 1e-4)
+
+
+def packed_matrix(rows: int, columns: int, codec: str, group: int):
+    from kernels.packed_linear import int6_matrix, nf4_matrix
+
+    scales = (torch.rand(rows, columns // group) + 0.5).bfloat16()
+    codes = torch.randint(16 if codec == "nf4" else 64, (rows, columns), dtype=torch.uint8)
+    return (nf4_matrix if codec == "nf4" else int6_matrix)(codes, scales)
+
+
+@check
+def check_packed_matrices_are_the_exports_values() -> None:
+    """Against formats.py's own reading of the same weights."""
+    from formats import decode, int6_codes, nf4_codes
+    from kernels.packed_linear import int6_matrix, nf4_matrix
+
+    weight = torch.randn(10, 192)
+    scales = (weight.unflatten(1, (-1, 64)).abs().amax(-1) / 2).bfloat16()
+    for codec, codes_of, matrix_of, step in (
+        ("nf4", nf4_codes, nf4_matrix, 1),
+        ("int6", int6_codes, int6_matrix, 16),
+    ):
+        used = (scales.float() / step).bfloat16()
+        codes = codes_of(weight, used)
+        matrix, expected = matrix_of(codes, used), decode(codec, codes, used)
+        assert torch.equal(matrix.float(), expected)
+        index = torch.tensor([9, 0, 3])
+        assert torch.equal(matrix.rows(index), expected[index])
+
+
+@check
+def check_packed_products() -> None:
+    for codec in ("nf4", "int6"):
+        for rows, columns, group in ((6, 64, 64), (131, 192, 64), (34, 2048, 64), (10, 96, 32)):
+            weight, norm = packed_matrix(rows, columns, codec, group), torch.rand(columns)
+            for x in (torch.randn(columns), outliers(columns)):
+                out = poisoned(rows)
+                _, _, copies = both("linear", x, weight, out, norm, 1e-6, packed=True)
+                assert_close(out, copies[2])
+                out = torch.randn(rows)
+                _, _, copies = both("linear", x, weight, out, add=True, packed=True)
+                assert_close(out, copies[2])
+            if rows % 2 == 0:
+                out = poisoned(rows // 2)
+                _, _, copies = both("gate_up", x, weight, out, norm, 1e-6, packed=True)
+                assert_close(out, copies[2], 1e-4)
+
+
+@check
+def check_packed_head_and_advance() -> None:
+    from kernels.fused import State
+    from kernels.linear import best_buffers
+
+    for codec, vocab in (("int6", 500), ("nf4", 128)):
+        weight, norm, x = packed_matrix(vocab, 192, codec, 64), torch.rand(192), torch.randn(192)
+        logits, best = poisoned(vocab), best_buffers(vocab, torch.device("cpu"))
+        _, _, copies = both("head", x, weight, logits, best, norm, 1e-6, packed=True)
+        assert_close(logits, copies[2])
+        tokens, steps = torch.full((16,), -1), torch.tensor([3])
+        state = State(poisoned(192), torch.tensor([7]), steps, tokens, poisoned(16))
+        _, _, copies = both("advance", best, weight, state, packed=True)
+        assert state.tokens[3] == copies[2].tokens[3] == logits.argmax()
+        assert torch.equal(state.x, weight.float()[logits.argmax()])
+        assert (state.position.item(), state.step.item()) == (8, 4)
+        assert_close(state.probabilities[3], logits.softmax(0).amax())
 
 
 @check
